@@ -267,6 +267,28 @@ def test_calls_between_buckets_are_padded_after_loading(
     assert both.calls == {"tuned, padded to a bucket": 1, "eager: the module changed": 1}
 
 
+def test_results_with_gaps_are_still_sliced_after_loading(tmp_path: Path) -> None:
+    class Gaps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = torch.relu(self.linear(x))
+            return y, (y > 0.1)[:, ::4]
+
+    model, x = Gaps().eval(), torch.randn(2, 8)
+    tuned = tuned_with("fused", model, (x,), buckets=gw.Buckets(batch=[1, 2, 4]))
+    gw.save(tuned, tmp_path / "gaps.gw")
+    loaded = gw.load(tmp_path / "gaps.gw", model)
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        for mine, eager in zip(loaded(x), model(x), strict=True):
+            torch.testing.assert_close(mine, eager)
+            assert mine.stride() == eager.stride()
+    assert loaded.calls == {"tuned, padded to a bucket": 1}
+
+
 def test_plans_that_lead_out_of_a_bucket_are_refused(tmp_path: Path) -> None:
     saved_parts(tmp_path / "parts.gw", CPU)
     path = tmp_path / "changed.gw"

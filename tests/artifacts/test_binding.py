@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from chosen import choosing
 from torch import nn
 
+import graphwright as gw
 from graphwright.artifacts.tuned_module import TunedModule
 from graphwright.calls.binding import Form, Parameters, form_of
 from graphwright.calls.modules import FunctionModule
@@ -332,3 +334,32 @@ def test_errors_are_the_models_own() -> None:
         with pytest.raises(TypeError) as mine:
             tuned(*args, **kwargs)
         assert str(mine.value) == str(theirs.value)
+
+
+def test_a_form_that_another_sample_has_is_looked_up_in_all_forms() -> None:
+    model, x = Model().eval(), torch.randn(4, 8)
+    samples: list[Any] = [(x,), {"x": x, "mask": x}, (x, 2.0), {"x": torch.randn(2, 8)}]
+    with choosing("eager:no_grad"):
+        tuned = gw.tune(
+            model,
+            samples=samples,
+            strategies=["eager:no_grad"],
+            isolate=False,
+            remember=False,
+            progress=False,
+        )
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x, None), {}),
+        ((), {"x": x}),
+        ((x,), {"mask": x}),
+        ((x,), {"scale": 2.0}),
+        ((torch.randn(2, 8),), {}),
+        ((torch.randn(2, 8), None), {"mask": None}),
+    ]
+    with torch.no_grad():
+        for args, kwargs in calls:
+            torch.testing.assert_close(tuned(*args, **kwargs), model(*args, **kwargs))
+        assert tuned.calls == {"tuned": len(calls)}
+        other = torch.randn(3, 8)
+        torch.testing.assert_close(tuned(other, None), model(other, None))
+    assert tuned.calls["eager: another signature"] == 1

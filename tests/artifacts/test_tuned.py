@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen import choosing
 from planted import Small
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -451,3 +452,56 @@ def test_a_scripted_module_can_be_tuned() -> None:
         next(model.parameters()).add_(1)
     torch.testing.assert_close(fast(x), model(x).detach())
     assert fast.calls == {"tuned": 1, "eager: the module changed": 1}
+
+
+class Stateful(nn.Module):
+    """No graph as a whole; in training, each call changes it and draws."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.counts = False
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        if self.reads and y.sum().item() > 1e9:
+            y = y * 2
+        if self.counts:
+            self.calls += 1
+        return self.drop(self.norm(y)) + self.calls
+
+
+@pytest.mark.parametrize("change", ["train", "attribute", "hook"])
+@pytest.mark.parametrize("strategy", ["aot_autograd", "fused", "torchscript", "eager+graph"])
+def test_a_changed_module_runs_once(strategy: str, change: str, device: torch.device) -> None:
+    """What was built may run the module's own Python, or compile it again: not before the check."""
+    if strategy == "eager+graph" and device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    model = Stateful(reads=strategy == "fused").eval().to(device)
+    other, x = copy.deepcopy(model), torch.randn(4, 8, device=device)
+    with choosing(strategy):
+        tuned = gw.tune(
+            model, (x,), strategies=[strategy], remember=False, progress=False, isolate=False
+        )
+    assert tuned.report.chosen == strategy
+    ran: list[nn.Module] = []
+    found = []
+    with torch.no_grad():
+        tuned(x)
+        for each, call in ((model, tuned), (other, other)):
+            if change == "train":
+                each.train()
+            elif change == "attribute":
+                each.counts = True
+            else:
+                each.norm.register_forward_hook(lambda module, args, y: ran.append(module))
+            torch.manual_seed(1)
+            found.append(call(x))
+    torch.testing.assert_close(*found)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, other.get_buffer(name))
+    assert ran == ([model.norm, other.norm] if change == "hook" else [])
+    assert tuned.calls == {"tuned": 1, "eager: the module changed": 1}

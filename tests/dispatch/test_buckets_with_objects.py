@@ -6,12 +6,14 @@ import copy
 import dataclasses
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import graphwright as gw
+from graphwright.graphs.taken_apart import TakenApart
 
 SIZE = 8
 
@@ -250,3 +252,63 @@ def test_tune_refuses_buckets_for_objects(device: torch.device) -> None:
     with pytest.raises(gw.SignatureError, match="has objects among them") as raised:
         gw.tune(model, call_of(8, device), **OPTIONS)
     assert "samples=" in str(raised.value)
+
+
+class Gives(nn.Module):
+    """Returns an object for what are tensors alone, as decoders return a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> Result:
+        y = torch.relu(self.linear(x)) * scale
+        return Result(y, Cache(y * 2, y[:, 0].clone(), [y + 1]))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_results_that_hold_objects_are_padded_and_split(
+    split: bool, prepared: bool, device: torch.device
+) -> None:
+    model = Gives().eval().to(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[1, 2, 4]), split=split)
+    if prepared:
+        graphed.prepare([(torch.randn(2, SIZE, device=device),)])
+    for count in (2, 2, 3, 4, 1, 7, 4):
+        x = torch.randn(count, SIZE, device=device)
+        with torch.no_grad():
+            found, wanted = graphed(x), model(x)
+            assert type(found) is Result
+            assert type(found.cache) is Cache
+            assert (found.cache.steps, found.cache.name) == (0, "cache")
+            mine = found.y, found.cache.rows, found.cache.mask, *found.cache.seen
+            its = wanted.y, wanted.cache.rows, wanted.cache.mask, *wanted.cache.seen
+            for one, other in zip(mine, its, strict=True):
+                torch.testing.assert_close(one, other)
+    now = graphed.statistics
+    assert now.captures == 3
+    if split:
+        assert (now.split, dict(now.eager)) == (1, {})
+    else:
+        assert (now.hits, now.padded, dict(now.eager)) == (6, 1, {"above the largest bucket": 1})
+    with torch.no_grad():  # Another kind of call has objects of its own.
+        torch.testing.assert_close(graphed(x, scale=2.0).cache.rows, model(x, 2.0).cache.rows)
+
+
+def test_what_cannot_be_taken_apart_is_eager_and_tried_once() -> None:
+    model = Gives().eval()
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[2, 4]))
+    failing = mock.Mock(side_effect=gw.SignatureError("planted"))
+    with (
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        mock.patch.object(TakenApart, "made", failing),
+    ):
+        warnings.simplefilter("ignore", gw.FallbackWarning)
+        for count in (2, 3, 4, 2):
+            x = torch.randn(count, SIZE)
+            torch.testing.assert_close(graphed(x).cache.rows, model(x).cache.rows)
+    assert failing.call_count == 1
+    assert graphed.statistics.hits == 0
+    assert "planted" in graphed.explain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -92,6 +93,19 @@ def test_a_candidate_computes_the_same_or_says_why_it_cannot(
     assert all(p.dtype is torch.float32 for p in model.parameters())
     if name != "eager":
         assert not result["logits"].requires_grad
+
+
+@pytest.mark.parametrize(
+    "last", [nn.ReLU(), nn.Sigmoid(), nn.MaxPool2d(2), nn.GELU(), nn.Hardswish()], ids=repr
+)
+def test_where_onednn_loses_nan_the_row_says_so(last: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), last, nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    (candidate,) = parse_candidates(["torchscript:optimize"], ())
+    built = candidate.build(model, (x,), {})
+    x[0, 0, 0, 0] = math.nan
+    lost = bool(model(x).isnan().any()) and not bool(built.call(x).isnan().any())
+    assert lost is any("may come out as numbers" in note for note in built.notes)
 
 
 def test_names_are_unique_and_made_of_parts() -> None:

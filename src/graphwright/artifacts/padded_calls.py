@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.signature import Args, CallSignature, Kwargs, are_plain, flatten, quick_key, unflatten
-from ..calls.watch import ModuleWatch
+from ..calls.watch import HELD, ModuleWatch
 from ..errors import GraphwrightError, first_line
 from ..shapes.padding import PaddingPlan, Sizes, Value
 
@@ -52,7 +52,10 @@ class PaddedCalls:
 
     def outdated(self) -> str | None:
         """What has changed in the module, so that no plan holds any more; None if nothing."""
-        return self._watch.changed()
+        change = self._watch.changed()
+        return change and change.replace(
+            HELD, "and padding was proved for other values: tune again"
+        )
 
     def callable_for(self, args: Args, kwargs: Kwargs) -> Callable[..., Any] | str:
         """What answers a call when called with its arguments; or why nothing does.

@@ -1,7 +1,7 @@
 """Padding plans of calls between the buckets, as JSON; each plan is checked when it is read.
 
 A plan reads and writes memory by shapes and strides. One that would reach beyond a bucket's own
-tensors is neither written nor accepted.
+tensors, or make huge ones, is neither written nor accepted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ..shapes.padding import Cut, Factors, Geometry, PaddingPlan
 from .padded_calls import ShapeKey
 
 FILE = "between.json"
+# Bytes that a result may take with the gaps between its elements, or as many as the bucket's has.
+_MOST_BYTES = 2**30
 # Plans, each with the index of its bucket, by the shapes of calls.
 Plans = Mapping[ShapeKey, tuple[PaddingPlan, int]]
 
@@ -110,7 +112,8 @@ def _problem_of_cut(cut: Cut, output: Any) -> str | None:
     ):
         return f"it cuts {cut.shape} out of {tuple(output.shape)}"
     span = sum((n - 1) * step for n, step in zip(cut.shape, cut.stride, strict=True)) + 1
-    if math.prod(cut.shape) and span > max(output.untyped_storage().nbytes(), 1):
+    most = max(output.untyped_storage().nbytes(), _MOST_BYTES)
+    if math.prod(cut.shape) and span * output.element_size() > most:
         return f"it lays a result of shape {cut.shape} out by {cut.stride}"
     if not cut.is_prefix(output.stride()) and _overlaps(cut):
         return f"it lays elements of a result over each other, by {cut.stride}"

@@ -170,6 +170,10 @@ class _Choice:
         # Whether somebody else's graph would keep the copies without their owner's knowledge.
         self.may_not_launch = captured_by_others if self.copies else _never
         self.pure = pure
+        # Whether the winner may be called before the module is looked at. Else what it runs of the
+        # module, or compiles again, would already act on a change.
+        builts = () if origin is None else origin.builts
+        self.looks_later = pure and bool(builts) and all(each.self_contained for each in builts)
         self._changed_last_time = False
         self.same_under_no_grad = same_under_no_grad
         self.padded = padded
@@ -195,22 +199,25 @@ class _Choice:
     def found_for(self, args: Args, kwargs: Kwargs) -> tuple[Entry | None, Args, Kwargs]:
         """The entry that answers a call, and the call in the form of that entry.
 
-        A call that is not in the form of any entry is in the first that it can have: what was a
+        A call that is not answered in its own form is put in those of the entries: what was a
         keyword there is one. The module itself always gets the caller's form.
         """
         found = self.entry_for(args, kwargs)
-        if found is not None or not self.forms or form_of(args, kwargs) in self.forms:
+        own = form_of(args, kwargs)
+        if found is not None or not any(form != own for form in self.forms):
             return found, args, kwargs
         parameters = Parameters.of(self.module)
         if parameters is None:
             return None, args, kwargs
-        every = [parameters.in_form(form, args, kwargs) for form in self.forms]
+        every = [parameters.in_form(form, args, kwargs) for form in self.forms if form != own]
         others = [each for each in every if each is not None]
         for mine, named in others:
             found = self.entry_for(mine, named)
             if found is not None:
                 return found, mine, named
-        return None, *(others[0] if others else (args, kwargs))
+        if own in self.forms or not others:
+            return None, args, kwargs
+        return None, *others[0]
 
     def entry_for(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """The entry that answers a call; None if there is none."""
@@ -240,15 +247,16 @@ class _Choice:
     def attempt(self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Call the winner: True and its result, or False if the module has changed.
 
-        If calls change nothing, the module is checked after the call, while the GPU works, and the
-        result is dropped if it has changed; as it mostly stays so, the next checks come first.
+        What runs nothing of the module, and changes nothing, is called before the module is
+        checked, which is done while the GPU works. The result is dropped if the module has changed;
+        as it mostly stays so, the next checks come first.
         """
         watch = self.watch
         if watch is None:
             return True, tuned(*args, **kwargs)
-        if (self._changed_last_time or not self.pure) and self.outdated(watch):
+        if (self._changed_last_time or not self.looks_later) and self.outdated(watch):
             return False, None
-        if not self.pure:
+        if not self.looks_later:
             return True, tuned(*args, **kwargs)
         try:
             result = tuned(*args, **kwargs)

@@ -57,6 +57,8 @@ _looks = itertools.count(1)
 _QUIET, _MOST_QUIET = 2, 1024
 # Looks whose cost is told by the fastest.
 _COST_LOOKS = 10
+# Why values count that change in place.
+HELD = "and what was built holds a copy"
 # How many objects that cannot be looked into are named.
 _SHOWN = 5
 # Read by functions in C, as these run at every call.
@@ -338,13 +340,13 @@ class ModuleWatch:
         versions = list(map(_VERSION, self._counted))
         if (index := _first_difference(versions, self._versions)) is not None:
             name = self._versioned[index][0]
-            return f"{name} changed in place, and what was built holds a copy"
+            return f"{name} changed in place, {HELD}"
         if self._other_values:
             sums = checksums(self._tensors)
             if (index := _first_difference(sums, self._sums)) is not None:
                 return (
                     f"{self._names[index]} changed in place in a way that PyTorch does not report, "
-                    "and what was built holds a copy"
+                    f"{HELD}"
                 )
         if self._thawed():
             return "a parameter or buffer was frozen, or is trained by now"

@@ -7,7 +7,7 @@ padding is proved to change nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,16 +125,25 @@ class BucketedCallable(GraphedCallable):
             )
         self._tally = Tally(buckets.names)
         self._recent_bucket: CacheEntry | None = None
-        # What answers calls with objects, by all of these but their tensors.
-        self._with_objects: dict[Any, _OfTensors] = {}
+        # What answers calls with objects, by all of these but their tensors; or why nothing does.
+        self._with_objects: dict[Any, _OfTensors | SignatureError] = {}
+        # Kinds of calls whose results alone hold objects.
+        self._give_objects: set[Any] = set()
 
     def _new_budgets(self) -> None:
         super()._new_budgets()
         self._for_families = CaptureBudget()
 
     def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
-        if quick_key(args, kwargs) is not None or not holds_objects(args, kwargs):
+        plain = quick_key(args, kwargs) is not None or not holds_objects(args, kwargs)
+        if plain and not (
+            self._give_objects and ApartCall.of(args, kwargs).kind in self._give_objects
+        ):
             return MISS
+        return self._answer_by_tensors(args, kwargs)
+
+    def _answer_by_tensors(self, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call whose arguments or results hold objects."""
         try:
             known = self._of_tensors(args, kwargs)
         except SignatureError as error:
@@ -153,6 +162,8 @@ class BucketedCallable(GraphedCallable):
         """
         call = ApartCall.of(args, kwargs)
         known = self._with_objects.get(call.kind)
+        if isinstance(known, SignatureError):
+            raise SignatureError(known.what, remedy=known.remedy)
         if known is not None or len(self._with_objects) >= _MAX_WITH_OBJECTS:
             return known
         dimensions, slots = self._selector.dimensions, call.template.slots
@@ -162,17 +173,25 @@ class BucketedCallable(GraphedCallable):
             "dynamic_shapes": tuple(axes[slot] for slot in slots),
             "pad": tuple(pads[slot] for slot in slots),
         }
-        made = _OfTensors(TakenApart(module, [call.template], alike=True), call, self, options)
-        self._with_objects[call.kind] = made
+        taken = TakenApart(module, [call.template], alike=True)
+        try:
+            made = self._with_objects[call.kind] = _OfTensors(taken, call, self, options)
+        except SignatureError as error:  # To see it once more, the model would run again.
+            self._with_objects[call.kind] = SignatureError(error.what, remedy=error.remedy)
+            raise
         return made
 
+    def _of_each_kind(self) -> Iterator[_OfTensors]:
+        """What answers calls with objects."""
+        return (each for each in self._with_objects.values() if isinstance(each, _OfTensors))
+
     def _caches(self) -> list[GraphCache]:
-        return [self._entries, *(each._entries for each in self._with_objects.values())]
+        return [self._entries, *(each._entries for each in self._of_each_kind())]
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
         super().release()
-        for each in self._with_objects.values():
+        for each in self._of_each_kind():
             each.release()
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -224,12 +243,17 @@ class BucketedCallable(GraphedCallable):
                 "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
             )
         try:
-            answer = selector.answer(family, sizes)
+            gives_objects = family.returns_objects()
+            answer = None if gives_objects else selector.answer(family, sizes)
         except Busy:
             raise  # Other threads were in the way.
         except CaptureError as error:
             self._count_failure(call, family, error.what)
             return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
+        if gives_objects:
+            self._give_objects.add(ApartCall.of(args, kwargs).kind)
+            return self._answer_by_tensors(args, kwargs)
+        assert answer is not None
         state.failed = [each for each in state.failed if not _is_of(call, *each)]
         if answer.above is not None and selector.split:
             chunks = selector.chunks(family, sizes, answer.above)
@@ -451,6 +475,10 @@ class BucketedCallable(GraphedCallable):
             if family in owners:
                 continue
             family.prepared = True
+            if family.returns_objects():
+                self._give_objects.add(ApartCall.of(args, kwargs).kind)
+                self._prepare_apart(args, kwargs, bar)
+                continue
             for bucket in selector.buckets.points:
                 bar.step(f"proving that padding to {selector.words(bucket)} is harmless")
                 why = family.prove(bucket, list(selector.served(bucket)))

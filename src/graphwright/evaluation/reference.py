@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,7 +236,10 @@ def exact_outcome(
         state.restore()
         # What nobody has used is not copied; if it is used after all, that raises.
         apart: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in state.unused()}
-        double = copy.deepcopy(module, apart).double()
+        with warnings.catch_warnings():
+            # PyTorch warns of its own trees where they are copied, as those that a module holds.
+            warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
+            double = copy.deepcopy(module, apart).double()
         doubled = ModuleState(double, weights=False, lazily=bool(apart))
         with doubled.watching():
             outcome = run(double, wide, doubled, look, mode)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..calls.options import args_problem, kwargs_problem, refuse
 from ..calls.signature import Args, Kwargs
 from ..shapes.buckets import Buckets
 from .protocol import TensorMetadata, Value
@@ -35,6 +36,9 @@ class ModelConfig:
         postprocess: makes the outputs that are sent of the model's, by name; likewise.
         inputs: what clients send, where there is a `preprocess`.
         outputs: what clients get, where there is a `postprocess`.
+
+    Raises:
+        OptionError: the sample call is no call.
     """
 
     model: Callable[..., Any]
@@ -48,3 +52,10 @@ class ModelConfig:
     postprocess: Callable[[Tensors], Mapping[str, Value]] | None = None
     inputs: Sequence[TensorMetadata] = ()
     outputs: Sequence[TensorMetadata] = ()
+
+    def __post_init__(self) -> None:
+        refuse(
+            "ModelConfig",
+            args_problem("args", self.args),
+            kwargs_problem("kwargs", self.kwargs),
+        )

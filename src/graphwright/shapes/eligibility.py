@@ -21,6 +21,7 @@ from ..evaluation.accuracy import difference
 from ..graphs.host_draws import is_foreign
 from ..graphs.journal import Journal
 from ..graphs.segments.observation import reads_of_arguments
+from ..graphs.taken_apart import holds_objects
 from .aliasing import Sharing, pattern_of
 from .dynamic_signature import DynamicSignature
 from .sampler import CallSampler
@@ -41,6 +42,7 @@ class Observation:
         buffers: storages of buffers that the function writes to, by identity.
         reason: why no call of the family may be padded, or None.
         draws: whether a graph of the call has to draw on the host beside its replay.
+        objects: whether the function returns objects, which have to be taken apart.
     """
 
     outputs: int
@@ -48,6 +50,7 @@ class Observation:
     buffers: frozenset[int]
     reason: str | None
     draws: bool
+    objects: bool
 
 
 def observe(
@@ -99,6 +102,7 @@ def observe(
         frozenset(buffers & set(written)),
         reason,
         bool(journal.draws.made) and is_foreign(torch.default_generator, sampler.device),
+        holds_objects((result,), {}),
     )
 
 

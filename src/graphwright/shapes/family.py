@@ -277,6 +277,17 @@ class ShapeFamily:
                 return found
         return None
 
+    def returns_objects(self) -> bool:
+        """Whether the sample's results hold objects, such as caches: these are to be taken apart.
+
+        Raises:
+            CaptureError: the sample cannot be run here.
+        """
+        if self._observed is None:
+            with self._exclusively():
+                self._observe_sample()
+        return self._observed is not None and self._observed.objects
+
     def chunk_joints(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
         """How the results of a call's chunks are joined, or why not; as `Prover.split`."""
         with self._exclusively():

@@ -90,7 +90,7 @@ class AotInductor:
                 raise
         # It lives as long as what can save it. TemporaryDirectory would warn when collected.
         weakref.finalize(known, shutil.rmtree, folder, ignore_errors=True)
-        return Built(without_grad(known), holds_weights=True, save=known.save)
+        return Built(without_grad(known), holds_weights=True, save=known.save, self_contained=True)
 
     def load(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
@@ -99,7 +99,7 @@ class AotInductor:
         known = json.loads((folder / _CALL).read_bytes())
         slots = [int(slot) for slot in known["slots"]]
         call = _Packaged(folder / _PACKAGE, slots, TreeTemplate.read(known["out"]), passing=True)
-        return Built(without_grad(call), holds_weights=True, save=call.save)
+        return Built(without_grad(call), holds_weights=True, save=call.save, self_contained=True)
 
 
 class _Packaged:

@@ -64,6 +64,8 @@ class Built:
         capturable: whether a CUDA graph can hold what it runs; what is plain, any graph can.
         inner: what a runner calls.
         packed: constants in a library's layout.
+        self_contained: whether it runs no Python of the model's, whatever becomes of that. Then it
+            may be called before anyone looks whether the model has changed.
     """
 
     call: Callable[..., Any]
@@ -76,6 +78,7 @@ class Built:
     capturable: bool = False
     inner: Built | None = None
     packed: Sequence[torch.Tensor] = ()
+    self_contained: bool = False
 
     def inside_of_capture(self, device: torch.device) -> Built | None:
         """What a capture on a device runs in its place; None where no graph can hold it."""

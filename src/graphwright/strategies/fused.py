@@ -71,7 +71,13 @@ class FusedCompiler:
             notes += [f"pass {name} was left out: {why}" for name, why in region.left_out]
         save = functools.partial(_save, fused.call) if isinstance(fused.call, GraphCall) else None
         return Built(
-            fused.call, notes, holds_weights=True, plain=True, save=save, packed=fused.packed
+            fused.call,
+            notes,
+            holds_weights=True,
+            plain=True,
+            save=save,
+            packed=fused.packed,
+            self_contained=save is not None,  # Else some modules run as they are.
         )
 
     def doubtful(self, folder: Path) -> str | None:
@@ -104,7 +110,14 @@ class FusedCompiler:
         slots = [int(n) for n in known["slots"]]
         call = GraphCall(graph, slots, TreeTemplate.read(known["out"]), _kernels(folder, device))
         save = functools.partial(_save, call)
-        return Built(call, holds_weights=True, plain=True, save=save, packed=call.packed)
+        return Built(
+            call,
+            holds_weights=True,
+            plain=True,
+            save=save,
+            packed=call.packed,
+            self_contained=True,
+        )
 
 
 def _kernels(folder: Path, device: torch.device) -> dict[str, Launch]:

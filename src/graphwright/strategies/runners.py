@@ -75,7 +75,15 @@ def _wrapped(built: Built, graph: CapturedCall) -> Built:
     notes = [*built.notes, *_segments(graph)]
     # A part inside of the model may have been captured with copies of weights.
     holds = built.holds_weights or bool(graph.parts.names)
-    return Built(call, notes, holds, graph.launcher(), save=built.save, inner=built)
+    return Built(
+        call,
+        notes,
+        holds,
+        graph.launcher(),
+        save=built.save,
+        inner=built,
+        self_contained=graph.tree is None,  # Between segments, the model's Python runs.
+    )
 
 
 def _segments(graph: CapturedCall) -> list[str]:

@@ -40,6 +40,8 @@ def _deprecated() -> Iterator[None]:
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3
 _SCRIPT, _CALL = "script.pt", "call.json"
+# Operations of oneDNN's from which numbers come out where PyTorch gives NaN.
+_LOSE_NAN = ("relu", "sigmoid", "max_pool2d")
 
 
 class _Read(Flat):
@@ -112,6 +114,7 @@ class TorchScript:
             saved = io.BytesIO()
             torch.jit.save(known.script, saved)
         call = dataclasses.replace(known, script=self._finish(known.script))
+        notes = [*notes, *_differing(call.script)]
         fuser = _fuser() if self.variant == "fuser" else contextlib.nullcontext()
         with fuser:
             for _ in range(_PROFILING_RUNS):
@@ -131,8 +134,16 @@ class TorchScript:
                 row = {"slots": [*known.slots], "out": known.out.written()}
             (folder / _CALL).write_text(json.dumps(row), encoding="ascii")
 
-        holds = self.variant != "plain"
-        return Built(without_grad(call), notes, holds_weights=holds, save=save, capturable=True)
+        # What is marked as ignored runs as Python, and so do functions of autograd's.
+        python = call.script.inlined_graph.findAllNodes("prim::PythonOp", recurse=True)
+        return Built(
+            without_grad(call),
+            notes,
+            holds_weights=self.variant != "plain",
+            save=save,
+            capturable=True,
+            self_contained=not python,
+        )
 
     def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Scripted:
         script = torch.jit.script(model)
@@ -178,6 +189,19 @@ class TorchScript:
         if self.variant == "optimize":
             return torch.jit.optimize_for_inference(script)
         return script
+
+
+def _differing(script: Any) -> list[str]:
+    """What a caller has to know of a script's operations, as notes."""
+    graph = script.inlined_graph
+    if not graph.findAllNodes("aten::to_mkldnn", recurse=True):
+        return []
+    found = [
+        name
+        for name in _LOSE_NAN
+        if any(graph.findAllNodes(f"aten::{name}{end}", recurse=True) for end in ("", "_"))
+    ]
+    return [f"NaN before {', '.join(found)} may come out as numbers"] if found else []
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Xla:
                     f"JAX may have reserved most of the GPU's memory: {_PREALLOCATE} was not "
                     "false when it was imported"
                 )
-        return Built(without_grad(program), notes, holds_weights=True)
+        return Built(without_grad(program), notes, holds_weights=True, self_contained=True)
 
 
 class _Program:

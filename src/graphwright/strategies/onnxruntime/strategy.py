@@ -170,7 +170,12 @@ class OnnxRuntime:
         weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
         session(samples)
         return Built(
-            without_grad(call), session.nodes_elsewhere(), True, without_grad(launch), save=save
+            without_grad(call),
+            session.nodes_elsewhere(),
+            True,
+            without_grad(launch),
+            save=save,
+            self_contained=True,
         )
 
 
