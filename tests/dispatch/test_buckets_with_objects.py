@@ -261,7 +261,7 @@ class Gives(nn.Module):
         super().__init__()
         self.linear = nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> Result:
+    def forward(self, x: torch.Tensor, scale: float = 1.0, unused: Any = None) -> Result:
         y = torch.relu(self.linear(x)) * scale
         return Result(y, Cache(y * 2, y[:, 0].clone(), [y + 1]))
 
@@ -294,6 +294,8 @@ def test_results_that_hold_objects_are_padded_and_split(
         assert (now.hits, now.padded, dict(now.eager)) == (6, 1, {"above the largest bucket": 1})
     with torch.no_grad():  # Another kind of call has objects of its own.
         torch.testing.assert_close(graphed(x, scale=2.0).cache.rows, model(x, 2.0).cache.rows)
+        opaque = type("Opaque", (), {"__slots__": ("x",)})()
+        torch.testing.assert_close(graphed(x, 1.0, opaque).y, model(x, 1.0).y)
 
 
 def test_what_cannot_be_taken_apart_is_eager_and_tried_once() -> None:

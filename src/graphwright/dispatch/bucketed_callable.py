@@ -136,11 +136,18 @@ class BucketedCallable(GraphedCallable):
 
     def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
         plain = quick_key(args, kwargs) is not None or not holds_objects(args, kwargs)
-        if plain and not (
-            self._give_objects and ApartCall.of(args, kwargs).kind in self._give_objects
-        ):
+        if plain and not self._gives_objects(args, kwargs):
             return MISS
         return self._answer_by_tensors(args, kwargs)
+
+    def _gives_objects(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call is of a kind whose results alone are known to hold objects."""
+        if not self._give_objects:
+            return False
+        try:
+            return ApartCall.of(args, kwargs).kind in self._give_objects
+        except SignatureError:
+            return False  # It is refused by name, as other calls are.
 
     def _answer_by_tensors(self, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call whose arguments or results hold objects."""
