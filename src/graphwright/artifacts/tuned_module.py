@@ -203,13 +203,14 @@ class _Choice:
         keyword there is one. The module itself always gets the caller's form.
         """
         found = self.entry_for(args, kwargs)
-        own = form_of(args, kwargs)
-        if found is not None or not any(form != own for form in self.forms):
+        if found is not None or not self.forms:
             return found, args, kwargs
-        parameters = Parameters.of(self.module)
+        own = form_of(args, kwargs)
+        forms = [form for form in self.forms if form != own]
+        parameters = Parameters.of(self.module) if forms else None
         if parameters is None:
             return None, args, kwargs
-        every = [parameters.in_form(form, args, kwargs) for form in self.forms if form != own]
+        every = [parameters.in_form(form, args, kwargs) for form in forms]
         others = [each for each in every if each is not None]
         for mine, named in others:
             found = self.entry_for(mine, named)
