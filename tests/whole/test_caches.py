@@ -189,6 +189,31 @@ def test_a_cache_has_dimensions_for_buckets(dimension: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_prompt_is_padded_and_the_cache_that_it_makes_is_cut() -> None:
+    """By the model's defaults: nothing is said of caches."""
+    model = generative.build("Qwen2ForCausalLM")
+    both = {0: "batch", 1: "length"}
+    graphed = gw.graph(
+        model,
+        buckets=gw.Buckets(batch=[1, 2], length=[4, 8]),
+        dynamic_shapes={"input_ids": both, "attention_mask": both},
+        pad={"attention_mask": 0},
+    )
+    with torch.no_grad():
+        for batch, length in ((1, 4), (2, 8), (1, 3), (2, 5), (2, 8)):
+            mask = torch.ones(batch, length, dtype=torch.long)
+            given = {"input_ids": ids(batch, length), "attention_mask": mask}
+            answer, expected = graphed(**given), model(**given)
+            assert_alike(answer, expected)
+            # The next step goes on from it.
+            step = {"input_ids": ids(batch, 1), "attention_mask": mask.new_ones(batch, length + 1)}
+            results = [model(**step, past_key_values=r.past_key_values) for r in (answer, expected)]
+            assert_alike(*results)
+    now = graphed.statistics
+    assert (now.hits, now.padded, dict(now.eager)) == (5, 2, {}), graphed.explain()
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_tune_takes_steps_with_caches_of_several_lengths(tmp_path: Path) -> None:
     model = generative.build("Qwen2ForCausalLM")
     first = generative.inputs("Qwen2ForCausalLM")
