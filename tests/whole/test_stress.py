@@ -124,7 +124,7 @@ def subject(make: Callable[..., Any], device: torch.device, pool: gw.MemoryPool)
 
 @pytest.mark.usefixtures("captures_pay")
 @pytest.mark.long
-@pytest.mark.parametrize("calls", [10_000])
+@pytest.mark.parametrize("calls", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_every_output_is_eager_s(device: torch.device, calls: int) -> None:
     if device.type == "cpu":
         calls = 400
