@@ -188,6 +188,7 @@ def test_a_cache_has_dimensions_for_buckets(dimension: str) -> None:
         assert now.eager == {"padding is not harmless": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_prompt_is_padded_and_the_cache_that_it_makes_is_cut() -> None:
     """By the model's defaults: nothing is said of caches."""
