@@ -136,23 +136,22 @@ class BucketedCallable(GraphedCallable):
 
     def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
         plain = quick_key(args, kwargs) is not None or not holds_objects(args, kwargs)
-        if plain and not self._gives_objects(args, kwargs):
+        if plain and not self._give_objects:
             return MISS
-        return self._answer_by_tensors(args, kwargs)
-
-    def _gives_objects(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a call is of a kind whose results alone are known to hold objects."""
-        if not self._give_objects:
-            return False
         try:
-            return ApartCall.of(args, kwargs).kind in self._give_objects
-        except SignatureError:
-            return False  # It is refused by name, as other calls are.
+            apart = ApartCall.of(args, kwargs)
+        except SignatureError as error:
+            if plain:
+                return MISS  # It is refused by name, as other calls are.
+            return self._missed("no dynamic sizes", error.what, args, kwargs)
+        if plain and apart.kind not in self._give_objects:
+            return MISS
+        return self._answer_by_tensors(apart, args, kwargs)
 
-    def _answer_by_tensors(self, args: Args, kwargs: Kwargs) -> Any:
+    def _answer_by_tensors(self, apart: ApartCall, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call whose arguments or results hold objects."""
         try:
-            known = self._of_tensors(args, kwargs)
+            known = self._of_tensors(apart, args, kwargs)
         except SignatureError as error:
             return self._missed("no dynamic sizes", error.what, args, kwargs)
         if known is None:
@@ -161,13 +160,12 @@ class BucketedCallable(GraphedCallable):
         self._last_miss, known._last_miss = known._last_miss or self._last_miss, None
         return result
 
-    def _of_tensors(self, args: Args, kwargs: Kwargs) -> _OfTensors | None:
+    def _of_tensors(self, call: ApartCall, args: Args, kwargs: Kwargs) -> _OfTensors | None:
         """What answers a call with objects by its tensors; None if there are too many kinds.
 
         Raises:
             SignatureError: an argument cannot be looked into, or the call lacks a dimension.
         """
-        call = ApartCall.of(args, kwargs)
         known = self._with_objects.get(call.kind)
         if isinstance(known, SignatureError):
             raise SignatureError(known.what, remedy=known.remedy)
@@ -258,8 +256,9 @@ class BucketedCallable(GraphedCallable):
             self._count_failure(call, family, error.what)
             return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
         if gives_objects:
-            self._give_objects.add(ApartCall.of(args, kwargs).kind)
-            return self._answer_by_tensors(args, kwargs)
+            apart = ApartCall.of(args, kwargs)
+            self._give_objects.add(apart.kind)
+            return self._answer_by_tensors(apart, args, kwargs)
         assert answer is not None
         state.failed = [each for each in state.failed if not _is_of(call, *each)]
         if answer.above is not None and selector.split:
@@ -505,7 +504,7 @@ class BucketedCallable(GraphedCallable):
     def _prepare_apart(self, args: Args, kwargs: Kwargs, bar: Progress) -> None:
         """Prove and capture every bucket for calls that are like one with objects."""
         try:
-            known = self._of_tensors(args, kwargs)
+            known = self._of_tensors(ApartCall.of(args, kwargs), args, kwargs)
         except SignatureError as error:
             raise CaptureError(error.what, remedy=error.remedy) from error
         if known is None:
