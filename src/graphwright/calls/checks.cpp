@@ -4,7 +4,8 @@
 // for. They may say that something changed where nothing did, and never the other way round.
 // Dictionaries tell that they were written to by their version tags
 // (CPython 3.11) or by watchers (3.12 and later); neither is in the stable interface, so that
-// `compiled_checks.py` tries both out before it uses them.
+// `compiled_checks.py` tries both out before it uses them. An OrderedDict counts the changes of its
+// order, which `dictionaries.py` has tried out where it is one of the dictionaries.
 
 #include <Python.h>
 
@@ -56,6 +57,7 @@ struct Check {
   std::vector<PyObject*> held;  // owned references to all that is pointed to
   std::vector<std::pair<PyObject**, PyObject*>> owners;  // where each has its dictionary
   std::vector<std::pair<PyObject*, uint64_t>> dictionaries;
+  std::vector<std::pair<const size_t*, size_t>> orders;  // where each is counted
   std::vector<PyObject*> empty;
   std::vector<std::pair<PyObject*, PyTypeObject*>> typed;
   std::vector<std::pair<PyObject*, PyObject*>> classes;
@@ -178,6 +180,8 @@ PyObject* check_call(PyObject* object, PyObject*, PyObject*) {
     for (auto& [dictionary, version] : self->dictionaries)
       if (version_of(dictionary) != version) Py_RETURN_FALSE;
 #endif
+    for (auto& [place, count] : self->orders)
+      if (*place != count) Py_RETURN_FALSE;
     for (auto& [typed, type] : self->typed)
       if (Py_TYPE(typed) != type) Py_RETURN_FALSE;
     for (PyObject* empty : self->empty)
@@ -231,6 +235,7 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&self->held) decltype(self->held)();
   new (&self->owners) decltype(self->owners)();
   new (&self->dictionaries) decltype(self->dictionaries)();
+  new (&self->orders) decltype(self->orders)();
   new (&self->empty) decltype(self->empty)();
   new (&self->typed) decltype(self->typed)();
   new (&self->classes) decltype(self->classes)();
@@ -257,6 +262,12 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
 #else
     self->dictionaries.emplace_back(dictionary, 0);
 #endif
+    if (PyODict_Check(dictionary)) {
+      // Behind the dictionary come five fields of `struct _odictobject`.
+      const char* place = reinterpret_cast<const char*>(dictionary) + sizeof(PyDictObject);
+      const size_t* count = reinterpret_cast<const size_t*>(place + 5 * sizeof(void*));
+      self->orders.emplace_back(count, *count);
+    }
     return true;
   };
   for (Py_ssize_t n = 0; n < PyList_GET_SIZE(owners); ++n) {
@@ -344,6 +355,7 @@ int check_clear(PyObject* object) {
   self->written = true;
   for (auto& [dictionary, _] : self->dictionaries) unwatch(self, dictionary);
   self->dictionaries.clear();
+  self->orders.clear();
   std::vector<PyObject*> held;
   held.swap(self->held);
   for (PyObject* each : held) Py_DECREF(each);
@@ -359,6 +371,7 @@ void check_dealloc(PyObject* object) {
   self->held.~vector();
   self->owners.~vector();
   self->dictionaries.~vector();
+  self->orders.~vector();
   self->empty.~vector();
   self->typed.~vector();
   self->classes.~vector();

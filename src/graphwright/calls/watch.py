@@ -10,7 +10,6 @@ import functools
 import itertools
 import operator
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -36,6 +35,7 @@ from .dependencies import (
     compare_walks,
     difference,
 )
+from .dictionaries import has_version, read, reader
 from .forking import lock
 from .signature import Args, Kwargs, guard_of, without_memory
 from .snapshots import checksums
@@ -200,7 +200,7 @@ class ModuleWatch:
         whole = [s for s in found.sources if not getattr(s, "_hidden", None)]
         attributed = [s for s in whole if type(s) is AttributesSource and _has_plain(s.owner)]
         dictionaries = [
-            s for s in whole if isinstance(s, DictionarySource) and _has_version(s.owner)
+            s for s in whole if isinstance(s, DictionarySource) and has_version(s.owner)
         ]
         lists = [s for s in found.sources if isinstance(s, SequenceSource | SetSource)]
         simple = [
@@ -210,8 +210,7 @@ class ModuleWatch:
         known = set(map(id, (*attributed, *dictionaries, *lists, *simple, *long)))
         others = [s for s in found.sources if id(s) not in known]
         self._ordered = [*attributed, *dictionaries, *lists, *simple, *long, *others]
-        quick.owners[:] = [s.owner for s in attributed]
-        quick.dictionaries[:] = [s.owner for s in dictionaries]
+        quick.look_at([s.owner for s in attributed], [s.owner for s in dictionaries])
         quick.empty[:] = found.empty
         quick.typed[:] = found.typed
         quick.types[:] = self._types
@@ -377,6 +376,8 @@ class _Quick:
         owners: modules and objects whose attributes are watched.
         dictionaries: dictionaries that hold something.
         versions: of the owners' attributes, then of the dictionaries.
+        attributes: the dictionaries in which the owners have their attributes.
+        readers: what gives the versions.
         empty: dictionaries that hold nothing.
         typed: modules and objects whose class is watched.
         types: their classes.
@@ -402,6 +403,8 @@ class _Quick:
         self.owners: list[Any] = []
         self.dictionaries: list[dict[Any, Any]] = []
         self.versions: list[Any] = []
+        self.attributes: list[dict[str, Any]] = []
+        self.readers: list[Any] = []
         self.empty: list[Any] = []
         self.typed: list[Any] = []
         self.types: list[type] = []
@@ -444,14 +447,32 @@ class _Quick:
 
     def versions_now(self) -> list[Any]:
         """Versions of all dictionaries, as they are now."""
-        return [*map(_version, map(_ATTRIBUTES, self.owners)), *map(_version, self.dictionaries)]
+        attributes = list(map(_ATTRIBUTES, self.owners))
+        if not all(map(operator.is_, attributes, self.attributes)):
+            # First: until the versions are filled in, these give others.
+            self.readers[:] = map(reader, (*attributes, *self.dictionaries))
+            self.attributes[:] = attributes
+        return list(map(read, self.readers))
+
+    def look_at(self, owners: list[Any], dictionaries: list[dict[Any, Any]]) -> None:
+        """From now on, compare the versions of these owners' attributes and of dictionaries."""
+        now, known = [*owners, *dictionaries], [*self.owners, *self.dictionaries]
+        same_owners = len(owners) == len(self.owners) and len(now) == len(known)
+        if same_owners and all(map(operator.is_, now, known)):
+            return
+        attributes = list(map(_ATTRIBUTES, owners))
+        self.readers[:] = map(reader, (*attributes, *dictionaries))
+        self.attributes[:] = attributes
+        self.owners[:] = owners
+        self.dictionaries[:] = dictionaries
 
     def comparison(self, watch: ModuleWatch) -> Callable[[], bool]:
         """Make the fast check, which includes the tensors of a watch."""
         # Local names, which are found faster than attributes.
         row, same = itertools.chain.from_iterable, operator.is_
-        attributes, version, address = _ATTRIBUTES, _version, _ADDRESS
-        owners, dictionaries, versions = self.owners, self.dictionaries, self.versions
+        attributes_of, address, read_version = _ATTRIBUTES, _ADDRESS, read
+        owners, attributes = self.owners, self.attributes
+        readers, versions = self.readers, self.versions
         empty, typed, types_ = self.empty, self.typed, self.types
         classes, forwards = self.classes, self.forwards
         lists, lengths, items = self.lists, self.lengths, self.items
@@ -486,7 +507,9 @@ class _Quick:
             return True
 
         def unchanged_in_python() -> bool:
-            if [*map(version, map(attributes, owners)), *map(version, dictionaries)] != versions:
+            if list(map(read_version, readers)) != versions:
+                return False
+            if not all(map(same, map(attributes_of, owners), attributes)):
                 return False
             if list(map(type, typed)) != types_ or any(empty):
                 return False
@@ -607,46 +630,3 @@ def _as_held(source: Source) -> bool:
     return len(now) == len(held) and all(
         map(operator.is_, (*now, *now.values()), (*held, *held.values()))
     )
-
-
-def _content(dictionary: dict[Any, Any]) -> Any:
-    """A substitute for the version of a dictionary, where PyTorch does not give it."""
-    return tuple(map(id, itertools.chain(dictionary, dictionary.values())))
-
-
-def _version_of_dictionaries() -> Callable[[dict[Any, Any]], Any]:
-    """Find a function that gives a version unique to a dictionary and its current content.
-
-    torch.compile guards modules with one. It is no public interface, so it is tried out first.
-    """
-    try:
-        from torch._C._dynamo.guards import dict_version
-
-        class Tried:
-            pass
-
-        tried: Any = Tried()
-        tried.a = 1
-        versions = [dict_version(tried.__dict__)]
-        for change in (
-            lambda: setattr(tried, "a", 2),
-            lambda: tried.__dict__.update(a=3),
-            lambda: setattr(tried, "b", 3),
-            lambda: delattr(tried, "b"),
-            lambda: setattr(tried, "__dict__", dict(tried.__dict__)),
-        ):
-            change()
-            versions.append(dict_version(tried.__dict__))
-        works = len(set(versions)) == len(versions) and versions[-1] == dict_version(tried.__dict__)
-    except Exception:
-        return _content
-    found: Callable[[dict[Any, Any]], Any] = dict_version
-    return found if works else _content
-
-
-_version = _version_of_dictionaries()
-
-
-def _has_version(holder: Any) -> bool:
-    # The order of an OrderedDict changes without a new version.
-    return isinstance(holder, dict) and not isinstance(holder, OrderedDict)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..calls import watch
+from ..calls.dictionaries import ORDER
 from ..calls.threads import own_thread
 from .custom.building import Flags, existing, library
 from .custom.sources import Unit
@@ -105,6 +106,8 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
             lambda: tried.items.append(None),
             lambda: tried.empty.update(new=1),
             lambda: tried.ordered.update(new=1),
+            lambda: tried.sorted.update(a=2),
+            *([lambda: tried.sorted.move_to_end("a")] if ORDER else []),
             lambda: tried.tensor.add_(1),
             lambda: setattr(tried.tensor, "data", torch.zeros(3)),
             lambda: tried.tensor.untyped_storage().resize_(0),
@@ -117,8 +120,10 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
         tried: Any = Tried()
         tried.a, tried.held, tried.items, tried.empty = 1, {"a": 1}, [object()], {}
         tried.ordered, tried.tensor = OrderedDict(), torch.zeros(3)
+        tried.sorted = OrderedDict(a=1, b=2)
         items = list(tried.items)
-        given = [[tried], [tried.held], [tried.empty, tried.ordered], [tried], [Tried], [], []]
+        given = [[tried], [tried.held, tried.sorted], [tried.empty, tried.ordered], [tried]]
+        given += [[Tried], [], []]
         given += [[tried.items], [1], items, [], [], [], [tried.tensor], [tried.tensor._version]]
         made = check(*given)
         if not (made() and made()):

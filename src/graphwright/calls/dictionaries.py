@@ -1,0 +1,133 @@
+"""Versions of dictionaries: whether one was written to, without a look at what it holds.
+
+CPython 3.11 and 3.12 give each dictionary a new tag at every write (PEP 509), and an OrderedDict
+counts the changes of its order. Neither can be read by an interface of Python's, so they are read
+where CPython has them, once that was seen to work. Elsewhere the version is the content.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+# Where a dictionary has its tag: behind what all objects have and the number of its items.
+_TAG = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
+# Where an OrderedDict counts: behind the dictionary and five fields (`struct _odictobject`).
+_ORDER = dict.__basicsize__ + 5 * ctypes.sizeof(ctypes.c_void_p)
+# Writes after which CPython has specialised the instruction that writes.
+_OFTEN = 64
+
+
+class _Tag(ctypes.c_uint64):
+    """The tag of a dictionary, which it keeps alive."""
+
+    of: dict[Any, Any]
+
+
+def _tag(dictionary: dict[Any, Any]) -> _Tag:
+    found = _Tag.from_address(id(dictionary) + _TAG)
+    found.of = dictionary
+    return found
+
+
+class _OrderedTag:
+    """The tag of an OrderedDict and the count of changes of its order."""
+
+    __slots__ = ("_order", "_tag")
+
+    def __init__(self, dictionary: OrderedDict[Any, Any]) -> None:
+        self._tag = _tag(dictionary)
+        self._order = _order(dictionary)
+
+    @property
+    def value(self) -> tuple[int, int]:
+        return self._tag.value, self._order.value
+
+
+def _order(dictionary: OrderedDict[Any, Any]) -> ctypes.c_size_t:
+    return ctypes.c_size_t.from_address(id(dictionary) + _ORDER)
+
+
+def content(dictionary: dict[Any, Any]) -> tuple[int, ...]:
+    """A version that takes longer to read: the identities of keys and values, in their order."""
+    return tuple(map(id, itertools.chain(dictionary, dictionary.values())))
+
+
+def _can_look() -> bool:
+    """Whether the interpreter is one whose objects lie where they are read here."""
+    with_lock: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+    return sys.implementation.name == "cpython" and with_lock
+
+
+def _tags_tell() -> bool:
+    """Whether a dictionary's tag changes at each write, and at nothing else."""
+
+    class Tried:
+        pass
+
+    if not _can_look():
+        return False
+    tried: Any = Tried()
+    tried.a = None
+    tag = _tag(vars(tried))
+    seen = [tag.value]
+
+    def written_often() -> None:
+        # CPython takes other ways to write once a line has run some times.
+        for _ in range(_OFTEN):
+            tried.a = object()
+            seen.append(tag.value)
+
+    written_often()
+    for write in (
+        lambda: vars(tried).update(a=object()),
+        lambda: vars(tried).setdefault("b", 1),
+        lambda: setattr(tried, "c", 2),
+        lambda: delattr(tried, "c"),
+        lambda: vars(tried).pop("b"),
+        lambda: vars(tried).clear(),
+    ):
+        write()
+        seen.append(tag.value)
+    if len(set(seen)) < len(seen):
+        return False
+    # Whatever else changes there would be taken for a write.
+    return [*vars(tried)] == [] and vars(tried).get("a") is None and tag.value == seen[-1]
+
+
+def _order_tells() -> bool:
+    """Whether the count of an OrderedDict changes when its order does, and at nothing else."""
+    if not _can_look():
+        return False
+    tried = OrderedDict.fromkeys("abcd")
+    count = _order(tried)
+    seen = [count.value]
+    for key, last in (("a", True), ("d", False), ("b", True)):
+        tried.move_to_end(key, last)
+        seen.append(count.value)
+    if len(set(seen)) < len(seen):
+        return False
+    return [*tried] == ["d", "c", "a", "b"] and count.value == seen[-1]
+
+
+TAGS = _tags_tell()
+ORDER = _order_tells()
+# Reads the version from what `reader` gives; in C, as it is done for each dictionary at each call.
+read: Callable[[Any], Any] = operator.attrgetter("value") if TAGS else content
+
+
+def has_version(holder: Any) -> bool:
+    """Whether something is a dictionary whose changes its version tells."""
+    return isinstance(holder, dict) and (ORDER or not isinstance(holder, OrderedDict))
+
+
+def reader(dictionary: dict[Any, Any]) -> Any:
+    """What `read` takes. No other content of this dictionary, and no other one, has its version."""
+    if not TAGS:
+        return dictionary
+    return _OrderedTag(dictionary) if isinstance(dictionary, OrderedDict) else _tag(dictionary)
