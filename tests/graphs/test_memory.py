@@ -310,3 +310,99 @@ def test_a_block_that_dies_while_another_is_taken_is_taken_back_afterwards() -> 
     del second
     assert arena.in_use == 0
     assert arena.free_ranges() == [SMALL_SEGMENT]
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b)
+
+
+def as_a_block(a: torch.Tensor, b: torch.Tensor) -> None:
+    with gw.capturing(device=a.device) as graph:
+        product(a, b)
+    graph.replay()
+    graph.close()
+
+
+def as_a_call(a: torch.Tensor, b: torch.Tensor) -> None:
+    graph = gw.capture(product, a, b)
+    graph(a, b)
+    graph.close()
+
+
+def as_a_callable(a: torch.Tensor, b: torch.Tensor) -> None:
+    graphed = gw.graph(product)
+    graphed(a, b)
+    assert graphed.statistics.captures == 1
+    graphed.close()
+
+
+def dropped(a: torch.Tensor, b: torch.Tensor) -> None:
+    with gw.capturing(device=a.device) as graph:
+        product(a, b)
+    graph.replay()
+
+
+@pytest.mark.parametrize("once", [as_a_block, as_a_call, as_a_callable])
+def test_a_pool_of_one_owner_is_closed_with_it(
+    device: torch.device, once: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools: list[gw.MemoryPool] = []
+    made = gw.MemoryPool.__init__
+
+    def noted(pool: gw.MemoryPool, *args: Any, **kwargs: Any) -> None:
+        pools.append(pool)
+        made(pool, *args, **kwargs)
+
+    monkeypatch.setattr(gw.MemoryPool, "__init__", noted)
+    once(torch.rand(8, 4, device=device), torch.rand(4, 2, device=device))
+    assert pools
+    assert all(pool.closed and pool.reserved == 0 for pool in pools)
+
+
+def test_a_pool_that_was_given_stays_open(device: torch.device) -> None:
+    pool = gw.MemoryPool(device=device)
+    a, b = torch.rand(8, 4, device=device), torch.rand(4, 2, device=device)
+    gw.capture(product, a, b, pool=pool).close()
+    with gw.capturing(pool=pool) as graph:
+        product(a, b)
+    graph.close()
+    graphed = gw.graph(product, pool=pool)
+    graphed(a, b)
+    graphed.close()
+    assert not pool.closed
+    assert torch.equal(gw.capture(product, a, b, pool=pool)(a, b), product(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("once", [as_a_block, as_a_call, as_a_callable, dropped])
+def test_captures_that_are_closed_leave_no_memory_behind(once: Callable[..., None]) -> None:
+    """As in PyTorch's test of cuBLAS's workspaces: 100 captures take no more than 0.1 GB."""
+    a, b = torch.rand(1024, 512, device="cuda"), torch.rand(512, 64, device="cuda")
+    once(a, b)
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    reserved = torch.cuda.memory_reserved()
+    for _ in range(100):
+        once(a, b)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - reserved < 20e6
+    assert before - torch.cuda.mem_get_info()[0] < 100e6
+
+
+@pytest.mark.gpu
+def test_a_closed_graph_leaves_the_workspace_of_others_alone() -> None:
+    """PyTorch #193402: the workspace of cuBLAS is one for all graphs of a stream."""
+    pool = gw.MemoryPool()
+    # Sizes for which cuBLAS splits the sum, and adds the parts up in its workspace.
+    x, w = torch.randn(16, 16384, device="cuda"), torch.randn(16384, 16, device="cuda")
+    first, second = (gw.capture(product, x, w, pool=pool) for _ in range(2))
+    want = second(x, w)
+    first.close()
+    gc.collect()
+    torch.cuda.empty_cache()
+    rest = [torch.full((2**21,), float("nan"), device="cuda") for _ in range(64)]
+    for _ in range(3):
+        assert torch.equal(second(x, w), want)
+        for each in rest:
+            assert each.isnan().all()

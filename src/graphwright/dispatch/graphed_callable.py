@@ -161,6 +161,7 @@ class GraphedCallable(StandIn):
         )
         compiled_checks.offer()
         self.fn = fn
+        self._owns_pool = pool is None
         self.pool = MemoryPool() if pool is None else pool
         self.on_miss = on_miss
         self._outputs: Outputs = outputs
@@ -949,9 +950,14 @@ class GraphedCallable(StandIn):
         self._entries.release()
 
     def close(self) -> None:
-        """Close all graphs for good; calls then run the function itself."""
+        """Close all graphs for good, and the pool if it was made for them.
+
+        Calls then run the function itself.
+        """
         self._closed = True
         self.release()
+        if self._owns_pool:
+            self.pool.close()
 
     def _why(self, call: UncapturedCall) -> str:
         recent = self._recent

@@ -17,7 +17,6 @@ import torch
 from ..calls.first_use import unseen
 from ..calls.signature import Args, Kwargs
 from ..graphs.capture import capturing
-from ..graphs.memory import MemoryPool
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Pass
 from .passes.epilogues import EPILOGUES
@@ -108,7 +107,7 @@ def _ready(
         if device.type != "cuda":
             yield lambda: call(*args, **kwargs)
             return
-        with capturing(pool=MemoryPool(device=device)) as graph:
+        with capturing(device=device) as graph:
             kept = call(*args, **kwargs)
         try:
             yield graph.replay

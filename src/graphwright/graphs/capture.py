@@ -21,7 +21,7 @@ from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
 from .inspection.origins import Observer, Origins, observing
-from .memory import MemoryPool, MemoryPrediction, pool_problem
+from .memory import MemoryPool, MemoryPrediction, pool_of_one_graph, pool_problem
 from .recorder import Recorder
 from .transaction import transaction
 
@@ -150,7 +150,7 @@ def capturing(
         device_problem("device", device),
         flag_problem("annotate", annotate),
     )
-    pool = MemoryPool(device=device) if pool is None else pool
+    pool = pool_of_one_graph(device) if pool is None else pool
     if capturing_now():
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
     nothing = FunctionModule(_nothing)

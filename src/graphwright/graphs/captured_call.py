@@ -44,8 +44,9 @@ from .inspection.node import Node
 from .inspection.origins import Observer, Origins, observing
 from .journal import Copies, Journal
 from .marks import mark, wanted
-from .memory import MemoryPool, MemoryPrediction, pool_problem
+from .memory import MemoryPool, MemoryPrediction, pool_of_one_graph, pool_problem
 from .python_state import PythonState
+from .random_state import put_state
 from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
@@ -127,7 +128,9 @@ class CapturedCall(Graph):
         self.signature = signature_of(args, kwargs, self._module, objects=objects)
         self._sample, self._spec = flatten(args, kwargs, objects=objects)
         super().__init__(
-            MemoryPool() if pool is None else pool, name_of(fn, self._sample), evictable=evictable
+            pool_of_one_graph() if pool is None else pool,
+            name_of(fn, self._sample),
+            evictable=evictable,
         )
         self._fn = fn
         self._fresh = outputs == "fresh"
@@ -289,7 +292,7 @@ class CapturedCall(Graph):
             raise CaptureError("A training step is not recorded again.")
         twin = CapturedCall.__new__(CapturedCall)
         twin.__dict__.update(self.__dict__)
-        twin.pool = MemoryPool(device=self._device)
+        twin.pool = pool_of_one_graph(self._device)
         twin.state, twin._evictable = GraphState.WARMING, False
         twin._recording = twin._inputs = twin._results = twin._watch = twin._tree = None
         twin._held, twin._origins, twin._given = [], None, None
@@ -1034,7 +1037,7 @@ def _generators_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         for generator, state in states:
-            generator.set_state(state)
+            put_state(generator, state)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

@@ -198,6 +198,7 @@ class Graph:
         with self.pool._lock:  # Another thread may be in a call of it.
             self._retire()
             self.pool._sweep()
+            self.pool._leave()
 
     def __del__(self) -> None:
         if getattr(self, "state", GraphState.CLOSED) is GraphState.CLOSED:

@@ -23,6 +23,7 @@ from ..calls.operations import announced, generator_of, reads_values, tensors, w
 from ..errors import CaptureError
 from .composition import packed
 from .host_draws import HostDraws
+from .random_state import put_state
 
 # How many of the largest tensors are kept for memory predictions.
 _LARGEST = 3
@@ -295,7 +296,7 @@ class Journal(OperationMode):
         for storage, kept in self._saved.values():
             storage.copy_(kept)
         for generator, state in self._generators.values():
-            generator.set_state(state)
+            put_state(generator, state)
 
     def exchange(self) -> None:
         """Swap what the run left with what was there before; another exchange swaps back."""
@@ -305,7 +306,7 @@ class Journal(OperationMode):
             self._saved[key] = storage, now
         for key, (generator, state) in list(self._generators.items()):
             self._generators[key] = generator, generator.get_state()
-            generator.set_state(state)
+            put_state(generator, state)
 
 
 def _went_by_values(

@@ -148,6 +148,8 @@ class MemoryPool:
         # Changes whenever a graph is closed: there may be room for another one.
         self._version = 0
         self._closed = False
+        # Whether it is closed with the last of its graphs.
+        self._of_one_graph = False
 
     def __del__(self) -> None:
         # Its last graph may be dropped inside of a capture, and take the pool with it.
@@ -303,6 +305,11 @@ class MemoryPool:
         """Have a recording closed at the next sweep, when that is safe."""
         self._retired.append(recording)
 
+    def _leave(self) -> None:
+        """Close a pool that was made for one graph, after that graph."""
+        if self._of_one_graph and not self._alive():
+            self.close()
+
     def _sweep(self) -> None:
         """Close retired recordings; the lock is held, and this thread is not capturing."""
         while self._retired:
@@ -356,6 +363,13 @@ class MemoryPool:
     def _alive(self) -> list[PooledGraph]:
         found = [reference() for reference in list(self._graphs.values())]
         return [graph for graph in found if graph is not None]
+
+
+def pool_of_one_graph(device: torch.device | str | None = None) -> MemoryPool:
+    """A pool for one graph: when the graph is closed, so is the pool, and its memory is free."""
+    pool = MemoryPool(device=device)
+    pool._of_one_graph = True
+    return pool
 
 
 def pool_problem(pool: Any) -> str | None:

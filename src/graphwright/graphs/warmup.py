@@ -31,6 +31,7 @@ from .conditions import questions
 from .host_draws import OTHER_SEED, Draw, UsesOf, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
 from .python_state import PythonState, StateChanges
+from .random_state import put_seed, put_state
 from .recorder import Allocate, Recorder
 from .static_tensors import StaticInputs, refuse_results
 from .transaction import let_go
@@ -499,7 +500,7 @@ class _ObservedRuns:
         journal = Journal(self._copies)
         try:
             for generator in generators:
-                generator.manual_seed(OTHER_SEED)
+                put_seed(generator, OTHER_SEED)
             journal.expect(generators)
             inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
             seen = UsesOf(journal.draws) if draws else contextlib.nullcontext()
@@ -514,7 +515,7 @@ class _ObservedRuns:
         finally:
             journal.undo()
             for generator, state in states:
-                generator.set_state(state)
+                put_state(generator, state)
         journal.drop_unused_generators()
         if any(all(g is not known for known in generators) for g in journal.generators):
             raise CaptureError(

@@ -17,6 +17,7 @@ from ...errors import CaptureError
 from ..conditions import pretend_capturing
 from ..inspection.origins import observer
 from ..journal import Journal, users_of
+from ..random_state import put_seed, put_state
 from ..recorder import Allocate, Interrupted, Prepared, Work
 from . import driver
 from .capture import capturing
@@ -88,11 +89,11 @@ def _other_seed(device: torch.device) -> Iterator[tuple[torch.Generator, torch.T
     """
     generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
-    generator.manual_seed(secrets.randbits(62))
+    put_seed(generator, secrets.randbits(62))
     try:
         yield generator, generator.get_state()
     finally:
-        generator.set_state(state)
+        put_state(generator, state)
 
 
 class CudaRecorder:
@@ -326,6 +327,11 @@ class CudaRecorder:
         torch.cuda.synchronize(self.device)
         self._let_go_of_pools()
         torch.cuda.empty_cache()
+
+    def __del__(self) -> None:
+        # A pool that goes before its anchor leaves its memory with the allocator.
+        if hasattr(self, "_anchor"):
+            self._let_go_of_pools()
 
     def _let_go_of_pools(self) -> None:
         for _, anchor in (*self._apart, (self._pool, self._anchor)):

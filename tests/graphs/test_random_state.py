@@ -1,0 +1,77 @@
+"""cuDNN's RNNs keep a state of their own for dropout, which seeding a generator makes anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+from graphwright.graphs.random_state import put_seed, put_state
+
+
+def recurrent() -> nn.LSTM:
+    torch.manual_seed(0)
+    return nn.LSTM(16, 16, 2, dropout=0.5, batch_first=True).cuda().train()
+
+
+def run(model: nn.LSTM, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(x)[0]
+    return found
+
+
+def test_a_generator_takes_seeds_and_states(device: torch.device) -> None:
+    generator = torch.Generator(device).manual_seed(1)
+    state = generator.get_state()
+    drawn = torch.rand(4, device=device, generator=generator)
+    put_state(generator, state)
+    assert torch.equal(torch.rand(4, device=device, generator=generator), drawn)
+    put_seed(generator, 1)
+    assert generator.initial_seed() == 1
+    assert torch.equal(torch.rand(4, device=device, generator=generator), drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_block_holds_an_rnn_with_dropout(grad: bool) -> None:
+    model, x = recurrent(), torch.randn(2, 5, 16, device="cuda")
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            run(model, x)
+        with gw.capturing() as graph:
+            y = run(model, x)
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(y.detach().clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    graph.close()
+
+
+@pytest.mark.gpu
+def test_a_call_of_an_rnn_with_dropout_is_captured() -> None:
+    model, x = recurrent(), torch.randn(2, 5, 16, device="cuda")
+    with torch.no_grad():
+        captured = gw.capture(lambda x: run(model, x), x)
+        assert not torch.equal(captured(x), captured(x))
+
+
+@pytest.mark.gpu
+def test_captures_do_not_begin_eager_dropout_again() -> None:
+    x = torch.randn(2, 5, 16, device="cuda")
+
+    def outputs(between: bool) -> list[torch.Tensor]:
+        model = recurrent()
+        found = []
+        for _ in range(3):
+            found.append(run(model, x).detach())
+            if between:
+                gw.capture(lambda x: torch.rand_like(x) + x, x).close()
+                with gw.capturing() as graph:
+                    x + 1
+                graph.close()
+        return found
+
+    for mine, want in zip(outputs(True), outputs(False), strict=True):
+        assert torch.equal(mine, want)
