@@ -25,6 +25,7 @@ Looked at elsewhere:
 - dispatch modes, torch.func, forward AD, tracing, hooks for saved tensors: `signature.fits` and
   `graphs.conditions`;
 - hooks for all modules: `ModuleWatch`;
+- anomaly detection: `GraphedStep` runs eagerly under it; elsewhere autograd runs and sees it;
 - options of torch.compile: `workers.settings`; they say how something is built.
 
 Not switches, since they change no result of what is captured or built:
@@ -190,10 +191,6 @@ def _set_autocast(device: str, dtype: torch.dtype | Literal[False]) -> None:
         torch.set_autocast_dtype(device, dtype)
 
 
-def _set_anomaly(found: bool | tuple[bool]) -> None:
-    torch.set_anomaly_enabled(bool(found), isinstance(found, tuple) and found[0])
-
-
 def _set_warn_only(on: bool) -> None:
     torch.use_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=on)
 
@@ -314,13 +311,6 @@ _ALL = (
         "cpu",
         "repeated",
         of_thread=True,
-    ),
-    Switch(
-        "torch.autograd.set_detect_anomaly",
-        "torch.is_anomaly_enabled() and (torch.is_anomaly_check_nan_enabled(),)",
-        _set_anomaly,
-        "any",
-        "call",
     ),
     # Those of the process, the wider before the narrower that may differ from them.
     Switch(
