@@ -955,7 +955,9 @@ def test_weights_that_were_changed_since_are_not_saved(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_by_name(saved: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(gw.ArtifactError, match="autocast on the CPU is torch.bfloat16, and was False"):
+        with pytest.raises(
+            gw.ArtifactError, match=r"autocast on the CPU is torch\.bfloat16, and was False"
+        ):
             gw.load(saved)
     torch.use_deterministic_algorithms(True)
     try:

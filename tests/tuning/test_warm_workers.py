@@ -277,7 +277,10 @@ def _compilers_option() -> Iterator[None]:
 LEFT: dict[str, tuple[Callable[[], Any], str]] = {
     "no gradients": (torch.no_grad, "grad"),
     "inference mode": (torch.inference_mode, "inference"),
-    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast on the CPU is torch.bfloat16"),
+    "autocast": (
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        "autocast on the CPU is torch.bfloat16",
+    ),
     "default device": (lambda: torch.device("meta"), "set_default_device is meta, and was cpu"),
     "default dtype": (_dtype, "the default dtype"),
     "threads": (lambda: _threads(torch.get_num_threads() + 1), "set_num_threads"),

@@ -19,10 +19,10 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from ..calls import switches
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import callable_problem, choice_problem, count_problem, flag_problem, refuse
 from ..calls.serialization import read_tensors, unpacked
-from ..calls import switches
 from ..calls.signature import CallSignature, Range
 from ..calls.snapshots import run, same_bits
 from ..calls.watch import Checks

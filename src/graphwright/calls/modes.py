@@ -142,8 +142,9 @@ class _RefusingCache(dict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         if _RECORDING.depth:
             raise CaptureError(
-                "The call uses a parametrized weight inside of torch.nn.utils.parametrize.cached(): "
-                "a graph could not share it with the block's other calls.",
+                "The call uses a parametrized weight inside of "
+                "torch.nn.utils.parametrize.cached(): a graph could not share it with the block's "
+                "other calls.",
                 remedy="Call it outside of the block, or open the block in what is captured: in "
                 "the model's forward, or in the step.",
             )
