@@ -208,6 +208,17 @@ def test_the_host_as_default_device_is_the_default() -> None:
     assert graphed.statistics.captures == 1
 
 
+def test_a_default_device_does_not_count_where_functions_are_not_overridden() -> None:
+    graphed = gw.graph(makes)
+    with torch.device("meta"), torch._C.DisableTorchFunction():
+        _check(_answer(graphed, X), _answer(makes, X))
+    with torch._C.DisableTorchFunction():
+        graphed(X)
+    assert graphed.statistics.captures == 1
+    with torch.device("meta"):
+        _check(_answer(graphed, X), _answer(makes, X))
+
+
 def test_a_difference_names_the_switch() -> None:
     captured = gw.capture(relu, X)
     with torch.device("meta"), pytest.raises(gw.SignatureError, match="the default device"):
