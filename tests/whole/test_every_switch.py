@@ -85,11 +85,6 @@ OTHER: dict[str, Any] = {
     ),
     "torch.backends.miopen.immediate": True,
 }
-# These mean something only where algorithms have to be deterministic.
-OF_DETERMINISTIC = {
-    "torch.use_deterministic_algorithms(warn_only)",
-    "torch.utils.deterministic.fill_uninitialized_memory",
-}
 # What has another value only with a package or a device that is not here.
 ALIKE = {"torch.nn.attention.activate_flash_attention_impl"}
 if not torch.backends.opt_einsum.is_available():
@@ -124,11 +119,6 @@ def turned(*names: str) -> Iterator[None]:
         torch.set_default_device(None)
         torch.clear_autocast_cache()
         assert switches.read() == before
-
-
-def wider(name: str) -> set[str]:
-    """The switches without which a row means nothing."""
-    return {"torch.use_deterministic_algorithms"} if name in OF_DETERMINISTIC else set()
 
 
 class Several(nn.Module):
@@ -192,10 +182,9 @@ def same(got: Any, expected: Any, *, exact: bool = False) -> bool:
 
 def test_each_row_has_another_value() -> None:
     for row in switches.CARRIED:
-        with turned(*wider(row.name)):
-            before, after = row.get(), other(row.name)
-            assert row.name in ALIKE or before != after
-        with turned(*wider(row.name), row.name):
+        after = other(row.name)
+        assert row.name in ALIKE or row.get() != after
+        with turned(row.name):
             assert row.get() == after
     assert set(OTHER) - {"torch.backends.cudnn.benchmark_limit"} <= {row.name for row in TABLE}
 
@@ -225,7 +214,7 @@ def test_a_call_under_another_value_is_eager_s_or_refused(
 ) -> None:
     call, model = answerers[part]
     exact = part in ("graph", "capture")  # What is fused rounds otherwise.
-    with turned(name, *wider(name)):
+    with turned(name):
         expected = answer(model)
         try:
             got = answer(gw.load(call, trust=True) if part == "load" else call)
@@ -297,9 +286,7 @@ def test_a_worker_a_cold_start_and_a_fresh_process_see_every_value(
     assert ran.returncode == 0, ran.stderr
     refused, got, there = json.loads(ran.stdout)
     told = [name for name in switches.saved("cpu") if name in COMPARED]
-    # Where algorithms need not be deterministic, memory is not filled either.
-    unsaid = {name for name in told if f"{name} is " not in refused}
-    assert unsaid == {"torch.utils.deterministic.fill_uninitialized_memory"}
+    assert {name for name in told if f"{name} is " not in refused} == set()
     assert there == repr(here)
     torch.testing.assert_close(torch.tensor(got), expected.float(), rtol=2e-2, atol=2e-2)
 
@@ -322,7 +309,7 @@ print(json.dumps(wrong))
 def test_each_value_is_repeated_in_another_process() -> None:
     lines = []
     for name in COMPARED:
-        with turned(name, *wider(name)):
+        with turned(name):
             lines.append(pickle.dumps(switches.read()).hex())
     ran = subprocess.run(
         [sys.executable, "-c", EACH],
@@ -417,6 +404,6 @@ def test_a_cached_choice_belongs_to_the_values_of_all_rows(
     x = torch.ones(2, 16, device="cpu", dtype=torch.float32)
     before = key_of(model, [((x,), {})], "cpu", {}, {})
     for name in COMPARED:
-        with turned(name, *wider(name)):
+        with turned(name):
             assert key_of(model, [((x,), {})], "cpu", {}, {}) != before, name
     assert key_of(model, [((x,), {})], "cpu", {}, {}) == before

@@ -94,10 +94,8 @@ class Switch:
         """Whether this version of PyTorch has it."""
         try:
             self.get()
-        except (AttributeError, NameError, TypeError):
+        except Exception:
             return False
-        except RuntimeError:  # It is there, and cannot be said in its terms just now.
-            return True
         return True
 
 
@@ -344,17 +342,17 @@ _ALL = (
     ),
     Switch(
         "torch.use_deterministic_algorithms(warn_only)",
-        "c._get_deterministic_algorithms() and c._get_deterministic_algorithms_warn_only()",
+        "c._get_deterministic_algorithms_warn_only()",
         _set_warn_only,
         "any",
-        "saved",
+        "repeated",
     ),
     Switch(
         "torch.utils.deterministic.fill_uninitialized_memory",
-        "c._get_deterministic_algorithms() and c._get_deterministic_fill_uninitialized_memory()",
+        "c._get_deterministic_fill_uninitialized_memory()",
         _setter("_set_deterministic_fill_uninitialized_memory"),
         "any",
-        "saved",
+        "repeated",
     ),
     Switch(
         "torch.backends.mkldnn.enabled",
