@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import graphwright as gw
-from graphwright.calls import signature
+from graphwright.calls import signature, switches
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 HEADS = torch.linspace(-1, 1, 512).sin().view(1, 2, 16, 16)
@@ -208,6 +208,17 @@ def test_the_host_as_default_device_is_the_default() -> None:
     assert graphed.statistics.captures == 1
 
 
+def test_a_default_device_does_not_count_where_functions_are_not_overridden() -> None:
+    graphed = gw.graph(makes)
+    with torch.device("meta"), torch._C.DisableTorchFunction():
+        _check(_answer(graphed, X), _answer(makes, X))
+    with torch._C.DisableTorchFunction():
+        graphed(X)
+    assert graphed.statistics.captures == 1
+    with torch.device("meta"):
+        _check(_answer(graphed, X), _answer(makes, X))
+
+
 def test_a_difference_names_the_switch() -> None:
     captured = gw.capture(relu, X)
     with torch.device("meta"), pytest.raises(gw.SignatureError, match="the default device"):
@@ -240,40 +251,37 @@ OF_CUDA = [
 ]
 
 
+# What a build for GPUs reads at each call.
+OF_A_GPU_BUILD = switches._reader(switches._at_calls(cuda=True))
+
+
 @pytest.mark.parametrize("switched", OF_CUDA)
-def test_switches_of_cuda_count_where_there_is_cuda(
-    switched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signature, "_CUDA", True)
-    before = signature.lasting_switches()
+def test_switches_of_cuda_count_where_there_is_cuda(switched: Any) -> None:
+    before = OF_A_GPU_BUILD()
     with switched():
-        assert signature.lasting_switches() != before
-    assert signature.lasting_switches() == before
+        assert OF_A_GPU_BUILD() != before
+    assert OF_A_GPU_BUILD() == before
 
 
 @pytest.mark.parametrize("name", ["conv", "rnn"])
 def test_the_newer_settings_of_precision_count_beside_the_older(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signature, "_CUDA", True)
-    monkeypatch.setattr(signature._OlderTf32Flags, "answers", True)
+    monkeypatch.setattr(switches._OlderTf32Flags, "answers", True)
     get, set_to = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    before, kept = signature.lasting_switches(), get("cuda", name)
+    before, kept = OF_A_GPU_BUILD(), get("cuda", name)
     try:
         set_to("cuda", name, "ieee")
-        assert signature.lasting_switches() != before
-        assert signature.lasting_switches() == signature.lasting_switches()
+        assert OF_A_GPU_BUILD() != before
+        assert OF_A_GPU_BUILD() == OF_A_GPU_BUILD()
     finally:
         set_to("cuda", name, kept)
 
 
-def test_each_switch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signature, "_CUDA", False)
-    assert len(signature.lasting_switches()) == len(signature._LASTING_NAMES)
-    monkeypatch.setattr(signature, "_CUDA", True)
-    both = len(signature._LASTING_NAMES) + len(signature._LASTING_NAMES_ON_CUDA)
-    assert len(signature.lasting_switches()) == both
-    assert len(signature.switches()) == len(signature.SWITCHES)
+def test_each_switch_has_a_name() -> None:
+    assert len(switches.call_switches()) == len(switches.CALL_NAMES)
+    names = [row.name for row in switches.TABLE]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphwright.calls.signature import switches
+from graphwright.calls import switches
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning.workers.fork_server import CANDIDATE
 from graphwright.tuning.workers.pool import Limits, WorkerPool
@@ -404,8 +404,7 @@ class Tells:
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
         if in_a_candidate():
-            device = torch.get_default_device()
-            found = (switches(), torch.get_num_threads(), torch.is_grad_enabled(), device)
+            found = (switches.read(), torch.is_grad_enabled())
             with open(self.file, "w", encoding="ascii") as handle:
                 handle.write(repr(found))
         return torch.no_grad()(model)

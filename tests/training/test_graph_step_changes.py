@@ -956,6 +956,27 @@ def test_step_trains_nothing_where_it_is_put_into_what_infers(
     assert step.statistics.replays == 1
 
 
+def test_a_step_under_anomaly_detection_is_eager(device: torch.device) -> None:
+    weight = torch.zeros(2, device=device, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (weight * x).sqrt().sum() * 0  # Its gradient is NaN.
+        loss.backward()
+        return loss
+
+    x = torch.ones(2, device=device)
+    graphed = gw.graph_step(step, (x,), optimizer=optimizer)
+    graphed(x)
+    for _ in range(2):
+        with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="nan"):
+            graphed(x)
+    graphed(x)
+    assert graphed.statistics.replays == 2
+    assert graphed.statistics.eager == {"under anomaly detection": 2}
+
+
 def test_nothing_is_captured_for_training_under_hooks_for_saved_tensors(
     device: torch.device,
 ) -> None:

@@ -137,7 +137,6 @@ def graphs_of_another_state_answer(patch: pytest.MonkeyPatch) -> None:
 @planted()
 def switches_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     none = (False, False, *signature.lasting_switches())
-    patch.setattr(signature, "switches", lambda: none)
     for module in (signature, fast_path):
         patch.setattr(module, "lasting_switches", lambda: none[2:])
 

@@ -31,7 +31,9 @@ from ..calls.options import shown
 from ..errors import ArtifactError
 
 SCHEMA = "graphwright.artifact"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# Version 1 had another list of switches.
+_READABLE = (1, 2)
 MANIFEST = "manifest.json"
 _REMEDY = "Copy the file again, or save it anew."
 _REMEDIES: dict[int | None, str] = {
@@ -218,10 +220,10 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         ) from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ArtifactError(f"{path.name} is no artifact of graphwright's.")
-    if found.get("schema_version") != SCHEMA_VERSION:
+    if found.get("schema_version") not in _READABLE:
         raise ArtifactError(
             f"{path.name} has schema version {found.get('schema_version')}, and only "
-            f"{SCHEMA_VERSION} can be read.",
+            f"{' and '.join(map(str, _READABLE))} can be read.",
             remedy="Use the version of graphwright that saved it, or save it anew.",
         )
     if found.pop("digest", None) != _digest(found):

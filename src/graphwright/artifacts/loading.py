@@ -19,10 +19,11 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from ..calls import switches
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import callable_problem, choice_problem, count_problem, flag_problem, refuse
 from ..calls.serialization import read_tensors, unpacked
-from ..calls.signature import SWITCHES, CallSignature, Range, switches
+from ..calls.signature import CallSignature, Range
 from ..calls.snapshots import run, same_bits
 from ..calls.watch import Checks
 from ..calls.written_trees import one_file
@@ -123,6 +124,11 @@ def _packages_of(module: nn.Module) -> set[str]:
         kinds.add(module.function_of())  # type: ignore[arg-type]  # it has a module's name, too
     names = {getattr(base, "__module__", None) or "" for kind in kinds for base in _bases_of(kind)}
     return {name.partition(".")[0] for name in names} - {"builtins", ""} | {"torch"}
+
+
+def _placed(value: Any) -> Any:
+    """A switch's value; a device without its number, which may differ between processes."""
+    return value.type if isinstance(value, torch.device) else value
 
 
 def _bases_of(kind: Any) -> tuple[Any, ...]:
@@ -340,8 +346,12 @@ class _Loading:
     def _refuse_switches(self) -> None:
         """Refuse other settings of PyTorch than it was saved under: only these calls it answers."""
         saved = unpacked(self.facts["switches"], {})
-        pairs = zip(SWITCHES, saved, switches(), strict=True)
-        found = [f"{name} was {a} and is {b}" for name, a, b in pairs if a != b]
+        if self.facts["schema_version"] == 1:
+            saved = dict(zip(switches.OF_VERSION_1, saved, strict=True))
+        names = switches.saved(evidence.device_type(self.folder))
+        then = {name: _placed(value) for name, value in saved.items() if name in names}
+        now = {name: _placed(value) for name, value in switches.read().items()}
+        found = switches.differences(then, now)
         if found:
             raise ArtifactError(
                 f"{self.file.name} was saved under other settings: {', '.join(found)}.",

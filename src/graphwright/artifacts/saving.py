@@ -16,7 +16,6 @@ from torch import nn
 
 from ..calls.dependencies import Called
 from ..calls.serialization import digest_of, packed, write_tensors
-from ..calls.signature import switches
 from ..errors import ArtifactError, StrategyFailed, levels_above
 from ..report.environment import environment
 from ..report.report import Report
@@ -212,7 +211,7 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
             "pure": tuned._choice.pure,
             "quiet": tuned._choice.same_under_no_grad,
             "environment": environment(device),
-            "switches": packed(switches(), {}, ""),
+            "switches": packed(dict(origin.switches), {}, ""),
             "shared_weights": shared,
             "ranges": [dataclasses.astuple(each) for each in origin.ranges],
         }

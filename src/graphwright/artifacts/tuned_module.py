@@ -8,7 +8,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -29,6 +29,7 @@ from ..calls.signature import (
     inside_transform,
     tensors_of,
 )
+from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError, warn_of_fallback
@@ -118,6 +119,7 @@ class Origin:
         samples: the calls, with their references.
         device: where they run.
         ranges: the ranges of sizes that what was built answers; empty if it has single sizes.
+        switches: PyTorch's switches that it was built under.
     """
 
     candidate: Candidate
@@ -125,6 +127,7 @@ class Origin:
     samples: Sequence[Any]
     device: torch.device
     ranges: tuple[Range, ...] = ()
+    switches: Mapping[str, Any] = field(default_factory=read)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from .modules import in_training
 from .signature import SCALARS, Args, CallSignature, Kwargs, argument_names, flatten
+from .switches import read
 
 # Levels of containers and objects that are described, and entries of one container.
 _DEPTH = 3
@@ -127,7 +128,7 @@ class _Words:
             "tree": self._tree(signature.spec),
             "leaves": [f"{name}: {self.value(leaf)}" for name, leaf in leaves],
             "aliases": [list(pair) for pair in signature.aliases],
-            "switches": [self.value(switch) for switch in signature.switches],
+            "switches": {name: self.value(value) for name, value in read().items()},
         }
 
     def _tree(self, spec: pytree.TreeSpec) -> str:

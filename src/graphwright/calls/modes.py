@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import CaptureError
 from . import forking
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -115,6 +117,74 @@ class _ForcedEager:
 
 
 _COMPILERS_OFF = SharedSwitch(lambda: _ForcedEager().end)
+
+
+class _Recording(threading.local):
+    """What this thread is inside of.
+
+    Attributes:
+        depth: how many blocks of `cached_weights_refused`.
+    """
+
+    depth = 0
+
+
+_RECORDING = _Recording()
+
+
+class _RefusingCache(dict[Any, Any]):
+    """Stands for the cache of `parametrize.cached()`, which no recording may use."""
+
+    def __init__(self, real: dict[Any, Any]) -> None:
+        super().__init__()
+        self.real = real
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if _RECORDING.depth:
+            raise CaptureError(
+                "The call uses a parametrized weight inside of "
+                "torch.nn.utils.parametrize.cached(): a graph could not share it with the block's "
+                "other calls.",
+                remedy="Call it outside of the block, or open the block in what is captured: in "
+                "the model's forward, or in the step.",
+            )
+        return self.real.get(key, default)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.real[key] = value
+
+
+def _refuse_cached_weights() -> Callable[[], object]:
+    ours = _RefusingCache(parametrize._cache)
+    parametrize._cache = ours
+
+    def put_back() -> None:
+        if parametrize._cache is ours:  # Another thread may have left its block.
+            parametrize._cache = ours.real
+
+    return put_back
+
+
+_NO_CACHED_WEIGHTS = SharedSwitch(_refuse_cached_weights)
+
+
+@contextlib.contextmanager
+def cached_weights_refused() -> Iterator[None]:
+    """Refuse weights that an open block of `parametrize.cached()` shares, on this thread.
+
+    Eager computes them at their first use in the block, and then no more. What is recorded inside
+    would either compute them each time, or keep those of this block. A block that is opened inside
+    of what is recorded is part of it.
+    """
+    if not parametrize._cache_enabled:
+        yield
+        return
+    with _NO_CACHED_WEIGHTS.thrown():
+        _RECORDING.depth += 1
+        try:
+            yield
+        finally:
+            _RECORDING.depth -= 1
 
 
 class OperationMode(TorchDispatchMode):

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import OptionError, SignatureError
 from .objects import apart, build, has_nodes, has_objects
 from .options import shown
+from .switches import CALL_NAMES, CUDA, autocast, lasting_switches
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -36,7 +37,6 @@ _QUICK_VALUES = frozenset((bool, int, float, str, type(None)))
 # For checks at each call: module-level names are found faster than attributes.
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _STRIDED = torch.strided
-_HOST = torch.device("cpu")
 _is_functional = torch._is_functional_tensor
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
@@ -44,58 +44,6 @@ _NO_FUNCTION = torch._C._disabled_torch_function_impl
 _EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 # By name, so that none has to be imported.
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
-# What `switches` returns, by name.
-SWITCHES = (
-    "autocast on the CPU",
-    "autocast on CUDA",
-    "the default dtype",
-    "torch.use_deterministic_algorithms",
-    "torch.backends.mkldnn.enabled",
-    "torch.backends.cudnn.enabled",
-    "torch.backends.cudnn.benchmark",
-    "torch.backends.cuda.matmul.fp32_precision",
-    "torch.backends.cudnn.conv.fp32_precision",
-    "torch.backends.mkldnn.matmul.fp32_precision",
-    "torch.backends.cuda.flash_sdp",
-    "torch.backends.cuda.mem_efficient_sdp",
-    "torch.backends.cuda.math_sdp",
-    "torch.backends.cuda.cudnn_sdp",
-)
-# What `lasting_switches` returns, by name. Settings that the CPU's operations read at each run are
-# left out, since a graph there runs the operations: precisions of oneDNN, threads, denormals.
-_LASTING_NAMES = (
-    "the default dtype",
-    "the default device",
-    "torch.use_deterministic_algorithms (warn_only, fill_uninitialized_memory)",
-    "torch.backends.mkldnn.enabled",
-    "torch.backends.cuda.flash_sdp",
-    "torch.backends.cuda.math_sdp",
-    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
-    "torch.backends.mha.set_fastpath_enabled",
-    "torch.backends.opt_einsum",
-)
-_LASTING_NAMES_ON_CUDA = (
-    "fp32_precision (TF32) of torch.backends.cuda.matmul and torch.backends.cudnn",
-    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "torch.backends.cuda.matmul.allow_fp16_accumulation",
-    "torch.backends.cudnn.enabled",
-    "torch.backends.cudnn.benchmark",
-    "torch.backends.cudnn.deterministic",
-    "torch.backends.cuda.mem_efficient_sdp",
-    "torch.backends.cuda.cudnn_sdp",
-    *["the order of kernels for attention (sdpa_kernel(set_priority=True))"]
-    * len(torch._C._get_sdp_priority_order()),
-)
-_CUDA = torch.version.cuda is not None or torch.version.hip is not None
-_MHA = torch.backends.mha
-# Its properties take longer to read than all other switches. Without the package they mean nothing.
-_EINSUM: dict[str, Any] | None = (
-    torch.backends.opt_einsum._get_enabled.__globals__
-    if torch.backends.opt_einsum.is_available()
-    else None
-)
-_SWITCH_NAMES = (*SWITCHES[:2], *_LASTING_NAMES, *(_LASTING_NAMES_ON_CUDA if _CUDA else ()))
 
 
 def flatten(
@@ -349,111 +297,6 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-def switches() -> tuple[Any, ...]:
-    """The global switches that another process has to repeat, and that a saved model depends on.
-
-    They are read from torch._C: the public properties take three times as long, and the older TF32
-    flags raise once one of the newer fp32_precision settings was used.
-    """
-    c = torch._C
-    return (
-        *_autocast(),
-        torch.get_default_dtype(),
-        c._get_deterministic_algorithms(),
-        c._get_mkldnn_enabled(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_fp32_precision_getter("cuda", "matmul"),
-        c._get_fp32_precision_getter("cuda", "conv"),
-        c._get_fp32_precision_getter("mkldnn", "matmul"),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-    )
-
-
-def _autocast() -> tuple[Any, Any]:
-    """Autocast's dtype on the CPU and on CUDA, or False."""
-    if not torch._C._is_any_autocast_enabled():  # Faster than asking for each.
-        return False, False
-    return (
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-    )
-
-
-def lasting_switches() -> tuple[Any, ...]:
-    """The switches that change what a call computes, autocast excepted.
-
-    They are read at every call, so by whatever is fastest, and written out twice. A guard of
-    tensors notices by itself when autocast is turned on or off.
-    """
-    c = torch._C
-    modes = _function_modes() if c._len_torch_function_stack() else None
-    contraction = _EINSUM and _EINSUM["enabled"] and _EINSUM["strategy"]
-    deterministic = c._get_deterministic_algorithms() and (
-        c._get_deterministic_algorithms_warn_only(),
-        c._get_deterministic_fill_uninitialized_memory(),
-    )
-    if not _CUDA:
-        return (
-            torch.get_default_dtype(),
-            modes,
-            deterministic,
-            c._get_mkldnn_enabled(),
-            c._get_flash_sdp_enabled(),
-            c._get_math_sdp_enabled(),
-            c._get_math_sdp_allow_fp16_bf16_reduction(),
-            _MHA._is_fastpath_enabled
-            if AttentionFastPath.user_setting is None
-            else AttentionFastPath.user_setting,
-            contraction,
-        )
-    try:
-        tf32 = (
-            (c._get_cublas_allow_tf32(), c._get_cudnn_allow_tf32())
-            if _OlderTf32Flags.answers
-            else _tf32()
-        )
-    except Exception:
-        _OlderTf32Flags.answers = False
-        tf32 = _tf32()
-    return (
-        torch.get_default_dtype(),
-        modes,
-        deterministic,
-        c._get_mkldnn_enabled(),
-        c._get_flash_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_math_sdp_allow_fp16_bf16_reduction(),
-        _MHA._is_fastpath_enabled
-        if AttentionFastPath.user_setting is None
-        else AttentionFastPath.user_setting,
-        contraction,
-        tf32,
-        c._get_cublas_allow_fp16_reduced_precision_reduction(),
-        c._get_cublas_allow_bf16_reduced_precision_reduction(),
-        c._get_cublas_allow_fp16_accumulation(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_cudnn_deterministic(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        *c._get_sdp_priority_order(),
-    )
-
-
-class AttentionFastPath:
-    """The user's setting of torch.backends.mha's fast path, which captures turn off.
-
-    Attributes:
-        user_setting: the setting; None while no capture is under way.
-    """
-
-    user_setting: bool | None = None
-
-
 class _AttentionKernels:
     """The priority order of attention kernels, which PyTorch changes when it first picks one.
 
@@ -474,31 +317,6 @@ class _AttentionKernels:
         with contextlib.suppress(RuntimeError), _disable_current_modes():
             few = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
             torch._fused_sdp_choice(few, few, few)
-
-
-class _OlderTf32Flags:
-    """Whether the older TF32 flags can be read, which is faster than the newer settings.
-
-    They raise once the newer settings have values that the flags cannot express.
-    """
-
-    answers = True
-
-
-def _tf32() -> tuple[Any, ...]:
-    """The float32 precision of matrix products, and of cuDNN's convolutions and RNNs."""
-    get = torch._C._get_fp32_precision_getter
-    return get("cuda", "matmul"), get("cuda", "conv"), get("cuda", "rnn")
-
-
-def _function_modes() -> tuple[Any, ...] | None:
-    """The default device, including `with torch.device(...)`, and other function modes."""
-    c = torch._C
-    found = []
-    for place in range(c._len_torch_function_stack()):
-        mode = c._get_function_stack_at(place)
-        found.append(mode.device if type(mode) is DeviceContext else mode)
-    return tuple(each for each in found if each != _HOST) or None
 
 
 def has_function_mode() -> bool:
@@ -592,7 +410,7 @@ class CallSignature:
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
         """
-        if _CUDA and not _AttentionKernels.settled:
+        if CUDA and not _AttentionKernels.settled:
             _AttentionKernels.settle()
         leaves, spec = flatten(args, kwargs, objects=objects)
         described: list[tuple[Any, ...]] = []
@@ -619,7 +437,7 @@ class CallSignature:
             )
             guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
         mixed = None if flat is not None or aliases else MixedArguments.of(args, kwargs)
-        switched = (*_autocast(), *lasting_switches())
+        switched = (*autocast(), *lasting_switches())
         return cls(spec, tuple(described), aliases, switched, flat, guard, mixed, objects)
 
     @functools.cached_property
@@ -696,7 +514,7 @@ class CallSignature:
 
     def _same_switches(self) -> bool:
         """Whether the switches are what they were."""
-        return (*_autocast(), *lasting_switches()) == self.switches
+        return (*autocast(), *lasting_switches()) == self.switches
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit this signature, in words, or None when it fits."""
@@ -723,7 +541,7 @@ class CallSignature:
         if other.aliases != self.aliases:
             found.append("the arguments share memory in another way")
         if other.switches != self.switches:
-            pairs = zip(_SWITCH_NAMES, self.switches, other.switches, strict=True)
+            pairs = zip(CALL_NAMES, self.switches, other.switches, strict=True)
             found += [f"the switch {name} is {b}, and was {a}" for name, a, b in pairs if a != b]
         return "; ".join(found)
 

@@ -20,8 +20,8 @@ from ..calls.signature import (
     MixedArguments,
     fitting,
     has_function_mode,
-    lasting_switches,
 )
+from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modes import OperationMode
 from ..calls.signature import container_changes
 from ..calls.snapshots import Call, Model, ModuleState, Outcome, outputs_by_name, run, same_bits
+from ..calls.switches import precision
 from ..errors import (
     GraphwrightError,
     ModelFailed,
@@ -264,7 +265,6 @@ def _permits_tf32(call: Call, operations: set[str]) -> bool:
     """
     if not any(tensor.is_cuda for tensor in call.tensors()):
         return False
-    precision = torch._C._get_fp32_precision_getter
     cudnn = any("conv" in name or "cudnn_rnn" in name for name in operations)
     matmul = any(name in _MATMULS for name in operations)
     return (cudnn and precision("cuda", "conv") == "tf32") or (

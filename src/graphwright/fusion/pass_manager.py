@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from ..calls.first_use import unseen
+from ..calls.modes import cached_weights_refused
 from ..calls.modules import ModuleProxy
 from ..calls.options import items_problem, nearest, refuse, shown
 from ..calls.signature import (
@@ -245,7 +246,7 @@ def fused_call(
         state, undo = ModuleState(module, lazily=True), PythonState(module)
         work = _Work(passes, check, state, kernels, measure, budget_s, start, doing)
         try:
-            with for_inference(), torch.random.fork_rng(places):
+            with for_inference(), cached_weights_refused(), torch.random.fork_rng(places):
                 _fuse(module, args, kwargs, work, found)
         finally:
             try:

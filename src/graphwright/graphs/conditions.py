@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..calls.modes import SharedSwitch
-from ..calls.signature import AttentionFastPath
+from ..calls.modes import SharedSwitch, cached_weights_refused
+from ..calls.switches import AttentionFastPath
 from ..errors import CaptureError
 
 
@@ -200,6 +200,7 @@ def as_captured() -> Iterator[None]:
     try:
         with (
             _same_kernels(),
+            cached_weights_refused(),
             torch.inference_mode(False),
             torch.no_grad(),
             hidden_from_hooks_for_saved_tensors(),

@@ -15,6 +15,7 @@ from torch._ops import HigherOrderOperator
 
 from ..calls.modes import OperationMode
 from ..calls.operations import reads_values, tensors
+from ..calls.switches import precision
 from .lines import Line, line_of, module_of
 
 # Operations that write to their first argument without reading it.
@@ -294,10 +295,9 @@ def _bytes_of(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) ->
 def _precision(func: Any, first: torch.Tensor | None, dtype: str) -> str:
     if dtype != "float32" or first is None or not first.is_cuda:
         return dtype
-    get = torch._C._get_fp32_precision_getter
     if "conv" in func._opname:  # TF32 unless somebody has turned it off.
-        return dtype if get("cuda", "conv") == "ieee" else "tf32"
-    return "tf32" if get("cuda", "matmul") == "tf32" else dtype
+        return dtype if precision("cuda", "conv") == "ieee" else "tf32"
+    return "tf32" if precision("cuda", "matmul") == "tf32" else dtype
 
 
 def _copies(

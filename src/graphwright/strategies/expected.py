@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from ..calls.objects import build, flatten_result
 from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves, layout
+from ..calls.switches import precision
 from ..errors import StrategyFailed
 
 
@@ -124,8 +125,7 @@ def laid_out_as(
 
 def tf32_allowed() -> bool:
     """Whether torch's own switches let both products and convolutions on CUDA use TF32."""
-    get = torch._C._get_fp32_precision_getter
-    return all(get("cuda", kind) == "tf32" for kind in ("matmul", "conv"))
+    return all(precision("cuda", kind) == "tf32" for kind in ("matmul", "conv"))
 
 
 def _called(

@@ -40,10 +40,10 @@ from .. import errors
 from ..artifacts.loading import load_beside_others
 from ..artifacts.substitute import unsavable
 from ..artifacts.tuned_module import Origin, TunedModule, assemble, of_tensors
+from ..calls import switches
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule
 from ..calls.options import refuse
-from ..calls.signature import switches
 from ..calls.snapshots import Call, Outcome, keep, outputs_by_name
 from ..calls.watch import ModuleWatch
 from ..errors import GraphwrightError, first_line, in_words
@@ -273,16 +273,18 @@ class Search:
     def _as_caller(self) -> Iterator[None]:
         """The settings of the caller's thread that belong to a thread."""
         with contextlib.ExitStack() as stack:
-            for name, dtype in zip(("cpu", "cuda"), self._settings.switches, strict=False):
-                if dtype:
-                    stack.enter_context(torch.autocast(name, dtype))
+            stack.callback(torch.clear_autocast_cache)
+            switches.apply({name: self._settings.switches[name] for name in switches.OF_THREAD})
             device = self.asked.device
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
                 # Waiting for a stream of its own does not wait for other threads' work.
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-            if switches() != self._settings.switches:
-                raise GraphwrightError("A setting of PyTorch changed as the search began.")
+            changed = switches.differences(self._settings.switches, switches.read())
+            if changed:
+                raise GraphwrightError(
+                    f"A setting of PyTorch changed as the search began: {'; '.join(changed)}."
+                )
             yield
 
     def _search(self) -> None:

@@ -10,7 +10,6 @@ socket or ends, so does this process, with all that it has started and written.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import random
@@ -165,7 +164,7 @@ def _search(caller: _Caller, handle: int) -> None:
     os.environ.pop(CANDIDATE, None)
     cores = len(os.sched_getaffinity(0))
     threads = min(order.settings.threads, cores)
-    dataclasses.replace(order.settings, threads=threads).apply()
+    order.settings.with_threads(threads).apply()
     mode = torch.inference_mode if order.settings.inference else contextlib.nullcontext
     tuning = Tuning(order.model, samples=order.samples, name=order.name, **order.options)
     listener = _Listener(caller, tuning)

@@ -19,6 +19,7 @@ import torch
 
 from ..artifacts.tuned_module import Apart, OnMiss, Origin, TunedModule, assemble, put_together
 from ..calls.fingerprint import Fingerprint, key_of
+from ..calls.modes import cached_weights_refused
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
 from ..calls.signature import Args, Kwargs, Range
@@ -444,7 +445,8 @@ class Tuning:
         samples = []
         for weight, call in self.asked.calls:
             fn = model._function if isinstance(model, FunctionModule) else model
-            ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
+            with cached_weights_refused():
+                ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
             refuse_changed_containers(ref)
             self.report.notes += [note for note in ref.notes if note not in self.report.notes]
             samples.append(Sample(call.name, weight, call, ref))

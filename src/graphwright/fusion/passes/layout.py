@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...calls.switches import precision
 from ...ops.fused.registry import OPERATORS
 from ..nodes import (
     Op,
@@ -65,7 +66,7 @@ def wants_channels_last(tensor: torch.Tensor) -> bool:
     """Whether the tensor cores compute convolutions of a dtype."""
     if tensor.dtype == torch.float32:
         # Not by torch.backends: its older switch raises once a newer one was used.
-        return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
+        return precision("cuda", "conv") == "tf32"
     return tensor.dtype in HALVES
 
 

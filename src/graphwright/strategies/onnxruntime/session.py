@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
+from ...calls.switches import precision
 from ...errors import StrategyFailed, first_line
 from .plan import ELEMENTS, Result
 
@@ -248,8 +249,7 @@ def _stream(device: torch.device, graph: bool) -> torch.cuda.Stream:
 
 def _tf32() -> bool:
     """Whether torch's switches allow it; ONNX Runtime has one for products and convolutions."""
-    get = torch._C._get_fp32_precision_getter
-    return get("cuda", "matmul") == "tf32" and get("cuda", "conv") != "ieee"
+    return precision("cuda", "matmul") == "tf32" and precision("cuda", "conv") != "ieee"
 
 
 @functools.cache

@@ -217,6 +217,8 @@ class GraphedStep:
             return self._run_eagerly("inside another capture", args, kwargs)
         if under_hooks_for_saved_tensors():
             return self._run_eagerly("under hooks for saved tensors", args, kwargs)
+        if torch.is_anomaly_enabled():  # It looks at each gradient on the host.
+            return self._run_eagerly("under anomaly detection", args, kwargs)
         if self._graphs:
             self.pool._order()  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)

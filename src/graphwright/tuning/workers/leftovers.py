@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ...calls.switches import differences
 from ...evaluation.measurement import MemoryMeter
 from ...report.table import memory
 from ..trial import CandidateEvaluator
@@ -43,8 +44,8 @@ class Baseline:
 
     - every bit of the model's weights and buffers, whether weights require gradients, and what
       eager makes of the samples, which also shows that the device can be used;
-    - settings: those of `Settings` (gradients, inference mode, autocast, default device and dtype,
-      back ends, threads, options of compilers), modes on PyTorch's stacks, hooks of all modules,
+    - settings: those of `Settings` (gradients, inference mode, every switch of `switches.TABLE`,
+      options of compilers), modes on PyTorch's stacks, hooks of all modules,
       fusers of TorchScript, the CUDA device and stream, the garbage collector, the working
       directory, and environment variables but for those of compilers;
     - the functions of torch, torch.Tensor, torch.nn.functional and nn.Module, and each layer's
@@ -144,7 +145,6 @@ def _state(evaluator: CandidateEvaluator) -> dict[str, object]:
             torch._C._jit_can_fuse_on_cpu(),
             torch._C._jit_can_fuse_on_gpu(),
         ),
-        "autocast's cache": torch.is_autocast_cache_enabled(),
         "a back end's name": torch._C._get_privateuse1_backend_name(),
         "gradients of weights": [weight.requires_grad for weight in evaluator.module.parameters()],
         "the garbage collector": (gc.isenabled(), gc.get_threshold()),
@@ -190,7 +190,8 @@ def _other(before: Settings, now: Settings) -> list[str]:
 
     What `Settings` has of them tells an option that was set to its default from one never set.
     """
-    return [n for n, value in vars(before).items() if n != "compilers" and vars(now)[n] != value]
+    modes = [name for name in ("grad", "inference") if getattr(before, name) != getattr(now, name)]
+    return modes + differences(before.switches, now.switches)
 
 
 def _let_compilers_forget() -> None:
