@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 import graphwright as gw
 from graphwright.calls import watch
@@ -150,9 +150,9 @@ def by_an_import(x: torch.Tensor) -> Any:
 
 
 def by_an_import_of_the_name(x: torch.Tensor) -> Any:
-    from own_settings import SCALE as factor
+    from own_settings import SCALE as FACTOR
 
-    return x * factor
+    return x * FACTOR
 
 
 OF_A_FILE = [
@@ -366,8 +366,8 @@ class Dynamic(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = getattr(self, self.which)(x)
-        x = getattr(F, self.kind)(x) + getattr(torch, "fin" + "fo")(x.dtype).tiny
-        assert "SCALE" in globals() and "absent" not in globals()
+        x = getattr(functional, self.kind)(x) + getattr(torch, "fin" + "fo")(x.dtype).tiny
+        assert "SCALE" in globals()
         assert "own_settings" in sys.modules
         return getattr(x, "a" + "bs")()
 

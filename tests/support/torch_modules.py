@@ -94,14 +94,15 @@ _BY_DIMENSION: dict[str, tuple[Any, ...]] = {
 }
 # Those that keep a list that they are given.
 _TAKE_LISTS = ("AdaptiveAvgPool", "AdaptiveMaxPool", "AvgPool", "LPPool", "MaxPool")
+_WITHOUT_ARGUMENTS = (
+    *("AlphaDropout", "CELU", "Dropout", "ELU", "FeatureAlphaDropout", "Flatten", "GELU", "GLU"),
+    *("Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "LogSigmoid"),
+    *("Mish", "PReLU", "RReLU", "ReLU", "ReLU6", "SELU", "SiLU", "Sigmoid", "Softplus"),
+    *("Softshrink", "Softsign", "Tanh", "Tanhshrink"),
+)
 # Those that take rows of numbers, and nothing else.
 _OF_ROWS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        "AlphaDropout CELU Dropout ELU FeatureAlphaDropout GELU GLU Hardshrink Hardsigmoid "
-        "Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish PReLU RReLU ReLU ReLU6 SELU SiLU "
-        "Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Flatten".split(),
-        (),
-    ),
+    **dict.fromkeys(_WITHOUT_ARGUMENTS, ()),
     "LogSoftmax": (1,),
     "Softmax": (1,),
     "Softmin": (1,),
@@ -211,10 +212,10 @@ def _losses() -> Iterator[tuple[str, Callable[[], nn.Module], Inputs]]:
     both = _randn(_ROWS, _ROWS)
     for name in ("HuberLoss", "KLDivLoss", "L1Loss", "MSELoss", "PoissonNLLLoss", "SmoothL1Loss"):
         yield name, make(name), both
-    signs = lambda *shapes: lambda: (  # noqa: E731  # one line a loss
-        *_randn(*shapes)(),
-        torch.tensor([1.0, -1.0, 1.0]),
-    )
+
+    def signs(*shapes: tuple[int, ...]) -> Inputs:
+        return lambda: (*_randn(*shapes)(), torch.tensor([1.0, -1.0, 1.0]))
+
     yield "HingeEmbeddingLoss", make("HingeEmbeddingLoss"), signs((3,))
     yield "SoftMarginLoss", make("SoftMarginLoss"), signs((3,))
     yield "MarginRankingLoss", make("MarginRankingLoss"), signs((3,), (3,))
@@ -228,28 +229,47 @@ def _losses() -> Iterator[tuple[str, Callable[[], nn.Module], Inputs]]:
     yield "BCELoss", make("BCELoss"), lambda: (torch.rand(3, 4), torch.rand(3, 4))
     yield "BCEWithLogitsLoss", make("BCEWithLogitsLoss"), lambda: (*both(),)
     yield "GaussianNLLLoss", make("GaussianNLLLoss"), lambda: (*both(), torch.rand(3, 4) + 0.1)
-    classes: Inputs = lambda: (torch.randn(3, 4), _ids(4, 3))  # noqa: E731  # as above
+
+    def classes() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(3, 4), _ids(4, 3)
+
     for name in ("CrossEntropyLoss", "MultiMarginLoss", "NLLLoss"):
         yield name, make(name), classes
     yield "NLLLoss2d", make("NLLLoss2d"), lambda: (torch.randn(1, 4, 2, 2), _ids(4, 1, 2, 2))
-    yield "MultiLabelMarginLoss", make("MultiLabelMarginLoss"), lambda: (
-        torch.randn(3, 4),
-        _ids(4, 3, 4),
+    yield (
+        "MultiLabelMarginLoss",
+        make("MultiLabelMarginLoss"),
+        lambda: (
+            torch.randn(3, 4),
+            _ids(4, 3, 4),
+        ),
     )
-    yield "MultiLabelSoftMarginLoss", make("MultiLabelSoftMarginLoss"), lambda: (
-        torch.randn(3, 4),
-        _ids(2, 3, 4).float(),
+    yield (
+        "MultiLabelSoftMarginLoss",
+        make("MultiLabelSoftMarginLoss"),
+        lambda: (
+            torch.randn(3, 4),
+            _ids(2, 3, 4).float(),
+        ),
     )
-    yield "CTCLoss", make("CTCLoss"), lambda: (
-        torch.randn(5, 2, 4).log_softmax(2),
-        torch.randint(1, 4, (2, 3)),
-        torch.tensor([5, 5]),
-        torch.tensor([3, 2]),
+    yield (
+        "CTCLoss",
+        make("CTCLoss"),
+        lambda: (
+            torch.randn(5, 2, 4).log_softmax(2),
+            torch.randint(1, 4, (2, 3)),
+            torch.tensor([5, 5]),
+            torch.tensor([3, 2]),
+        ),
     )
     yield "LinearCrossEntropyLoss", make("LinearCrossEntropyLoss", 4, 5), classes
-    yield "AdaptiveLogSoftmaxWithLoss", make("AdaptiveLogSoftmaxWithLoss", 4, 6, [2, 4]), lambda: (
-        torch.randn(3, 4),
-        torch.tensor([0, 1, 0]),
+    yield (
+        "AdaptiveLogSoftmaxWithLoss",
+        make("AdaptiveLogSoftmaxWithLoss", 4, 6, [2, 4]),
+        lambda: (
+            torch.randn(3, 4),
+            torch.tensor([0, 1, 0]),
+        ),
     )
 
 
@@ -281,7 +301,10 @@ def _of_quantized() -> Iterator[tuple[str, Callable[[], nn.Module], Inputs]]:
     yield "MaxPool2d", between("MaxPool2d", 2), _randn(_IMAGE)
     yield "DeQuantize", lambda: nn.Sequential(_quantize(), quantized.DeQuantize()), _randn(_ROWS)
     yield "Quantize", lambda: nn.Sequential(_quantize(), quantized.DeQuantize()), _randn(_ROWS)
-    ids: Inputs = lambda: (_ids(5, 2, 4),)  # noqa: E731  # as above
+
+    def ids() -> tuple[torch.Tensor]:
+        return (_ids(5, 2, 4),)
+
     yield "Embedding", functools.partial(_quantized_embedding, "Embedding"), ids
     yield "EmbeddingBag", functools.partial(_quantized_embedding, "EmbeddingBag"), ids
 
@@ -432,14 +455,23 @@ def _other(value: Any) -> Any:
 
 
 def candidates(value: Any) -> list[tuple[str, Any]]:
-    """Values that may take the place of another, by kind; what changes it in place is a function."""
+    """Values that may take the place of another, by kind.
+
+    What changes it in place is a function.
+    """
     same, other = "same type", "another type"
     if isinstance(value, bool):
         return [(same, not value), (other, int(not value)), (other, None), (other, "xyz")]
     if isinstance(value, int):
         more = [(same, n) for n in (value + 1, value + 2, -value, 0, 1) if n != value]
-        return [*more, (other, float(value)), (other, [value + 1] * 2), (other, value + 0.5),
-                (other, "xyz"), (other, None)]
+        return [
+            *more,
+            (other, float(value)),
+            (other, [value + 1] * 2),
+            (other, value + 0.5),
+            (other, "xyz"),
+            (other, None),
+        ]
     if isinstance(value, float):
         more = [(same, n) for n in (value * 2 + 0.25, value * 1e3 + 3, 0.0, -1.0, 1e9)]
         return [*more, (other, int(value) + 2), (other, "xyz"), (other, None)]
@@ -447,17 +479,36 @@ def candidates(value: Any) -> list[tuple[str, Any]]:
         return [*((same, word) for word in _WORDS if word != value), (other, 3), (other, None)]
     if isinstance(value, tuple):
         changed = [tuple(map(_other, value)), tuple(value) * 2, (0,) * len(value)]
-        return [*((same, type(value)(n) if type(value) is tuple else n) for n in changed),
-                (other, [*map(_other, value)]), (other, 2), (other, None)]
+        return [
+            *((same, type(value)(n) if type(value) is tuple else n) for n in changed),
+            (other, [*map(_other, value)]),
+            (other, 2),
+            (other, None),
+        ]
     if isinstance(value, list):
-        return [(same, [*map(_other, value)]), (same, [*value, *value]), (same, [None] * len(value)),
-                (other, tuple(map(_other, value))), (other, None),
-                ("in place", _change_item), ("in place", list.clear)]
+        return [
+            (same, [*map(_other, value)]),
+            (same, [*value, *value]),
+            (same, [None] * len(value)),
+            (other, tuple(map(_other, value))),
+            (other, None),
+            ("in place", _change_item),
+            ("in place", list.clear),
+        ]
     if isinstance(value, torch.Tensor) and value.is_quantized:
-        return [(same, _half_of(value)), (other, None), ("in place", lambda t: t.copy_(_half_of(t)))]
+        return [
+            (same, _half_of(value)),
+            (other, None),
+            ("in place", lambda t: t.copy_(_half_of(t))),
+        ]
     if isinstance(value, torch.Tensor):
-        return [(same, value.detach() * 0.5), (same, value.detach() * 0 + 0.9), (other, None),
-                (other, 2.0), ("in place", lambda tensor: tensor.detach().mul_(0.5))]
+        return [
+            (same, value.detach() * 0.5),
+            (same, value.detach() * 0 + 0.9),
+            (other, None),
+            (other, 2.0),
+            ("in place", lambda tensor: tensor.detach().mul_(0.5)),
+        ]
     if isinstance(value, torch.dtype):
         kinds = (torch.float16, torch.qint8, torch.quint8, torch.float32, torch.qint32)
         return [*((same, kind) for kind in kinds if kind != value), (other, None), (other, 3)]
@@ -470,8 +521,15 @@ def candidates(value: Any) -> list[tuple[str, Any]]:
         return [(other, each) for each in made]
     if callable(value):
         mine = functools.partial(torch.mul, other=-0.5)
-        return [(same, torch.tanh), (same, torch.sigmoid), (same, _halved), (other, _halved),
-                (other, mine), (other, _Scaled(3.0)), (other, None)]
+        return [
+            (same, torch.tanh),
+            (same, torch.sigmoid),
+            (same, _halved),
+            (other, _halved),
+            (other, mine),
+            (other, _Scaled(3.0)),
+            (other, None),
+        ]
     return [(other, None), (other, 2)]
 
 

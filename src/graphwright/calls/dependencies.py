@@ -273,8 +273,10 @@ class ContentSource(Source):
         if isinstance(owner, array.array):
             del owner[:]
             owner.frombytes(content)
-        elif isinstance(owner, memoryview):
+        elif isinstance(owner, memoryview) and owner.contiguous:
             owner.cast("B")[:] = content
+        elif isinstance(owner, memoryview):
+            owner[:] = memoryview(content).cast(owner.format)  # type: ignore[call-overload]  # any
         else:
             owner[...] = type(owner)(owner.shape, owner.dtype, content)
 
@@ -756,7 +758,7 @@ class Dependencies:
             nbytes = (
                 len(value) * value.itemsize if kind is array.array else memoryview(value).nbytes
             )
-            if nbytes <= _MAX_BYTES and "O" not in str(getattr(value, "dtype", "")):
+            if nbytes <= _MAX_BYTES and not _has_objects(value):
                 self.sources.append(ContentSource(name, value))
                 return
         except (TypeError, ValueError, BufferError):  # Its content cannot be read.
@@ -1189,6 +1191,11 @@ def _is_array(value: Any) -> bool:
     """Whether a value is an array of NumPy's."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _has_objects(value: Any) -> bool:
+    """Whether an array holds references instead of numbers."""
+    return bool(getattr(getattr(value, "dtype", None), "hasobject", False))
 
 
 def _without_marks(owner: Any) -> dict[str, Any]:
