@@ -394,6 +394,7 @@ def library(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_library_is_not_told_of(library: Any, device: torch.device) -> None:
-    graphed = gw.graph(lambda x: library.scaled(x, "factor"))
+    scaled = library.scaled
+    graphed = gw.graph(lambda x: scaled(x, "factor"))
     graphed(torch.ones(2, device=device))
     assert "computed name" not in graphed.explain()
