@@ -131,6 +131,10 @@ def by_dict(x: torch.Tensor) -> Any:
     return x * settings.__dict__["SCALE"]
 
 
+def by_a_global_name_of_it(x: torch.Tensor) -> Any:
+    return x * getattr(settings, KEY)
+
+
 def by_attrgetter(x: torch.Tensor) -> Any:
     return x * operator.attrgetter("SCALE")(settings)
 
@@ -160,6 +164,7 @@ OF_A_FILE = [
     by_getattr,
     by_vars,
     by_dict,
+    by_a_global_name_of_it,
     by_attrgetter,
     by_import_module,
     by_the_builtin,
@@ -240,16 +245,18 @@ def test_a_name_in_a_string_is_watched(
     assert "computed" not in graphed.explain()
 
 
-def test_a_name_that_a_function_closes_over_is_watched(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def named(name: str) -> Callable[[torch.Tensor], Any]:
-        return lambda x: x * globals()[name]
+def closing_over(name: str) -> Callable[[torch.Tensor], Any]:
+    return lambda x: x * globals()[name] * getattr(settings, name)
 
-    x, function = torch.ones(2, device=device), named("SCALE")
+
+@pytest.mark.parametrize("owner", [sys.modules[__name__], settings])
+def test_a_name_that_a_function_closes_over_is_watched(
+    owner: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, function = torch.ones(2, device=device), closing_over("SCALE")
     graphed = gw.graph(function)
     graphed(x)
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    monkeypatch.setattr(owner, "SCALE", 3.0)
     torch.testing.assert_close(graphed(x), function(x))
 
 

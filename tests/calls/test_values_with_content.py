@@ -286,6 +286,13 @@ def test_a_long_array_is_named(device: torch.device) -> None:
     assert "not looked into: attribute held" in graphed.explain()
 
 
+@pytest.mark.parametrize("kind", [bytearray, numpy.asarray])
+def test_another_long_array_is_noticed(kind: Callable[[bytes], Any], device: torch.device) -> None:
+    module = ByItem(kind(numpy.full(10_000, 2, numpy.uint8)), "attribute").eval()
+    other = kind(numpy.full(10_000, 3, numpy.uint8))
+    check(module, lambda: setattr(module, "held", other), device)
+
+
 def test_an_array_of_objects_is_named() -> None:
     found = Dependencies(ByItem(numpy.array([1, "two"], dtype=object), "attribute"))
     assert found.unread == ["attribute held of ByItem (a numpy.ndarray)"]

@@ -63,11 +63,13 @@ class Read(NamedTuple):
     """What a function reads by name.
 
     Attributes:
+        names: that it names, in strings too: what it reads of files, classes and objects.
         globals: of its own file.
         files: that it imports or looks up, by their names.
         computed: what it looks up by names that it computes, in words.
     """
 
+    names: frozenset[str]
     globals: tuple[str, ...]
     files: tuple[types.ModuleType, ...]
     computed: str | None
@@ -118,15 +120,15 @@ def closure(
                 if id(code) in read:
                     continue
                 read[id(code)] = code
-                names = names_of(code)
+                named = None if is_library(function) else read_by(function)
+                names = names_of(code) if named is None else named.names
                 found |= names
                 if package_of(function) not in MACHINERY:
                     dynamic = dynamic or bool(names & _DYNAMIC)
                 for cell in function.__closure__ or ():
                     with contextlib.suppress(ValueError):  # It is still empty.
                         waiting.append(cell.cell_contents)
-                if not is_library(function):
-                    named = read_by(function)
+                if named is not None:
                     waiting += [function.__globals__.get(n) for n in named.globals]
                     waiting += [vars(f).get(n) for f in named.files for n in names]
 
@@ -230,10 +232,12 @@ def read_by(function: types.FunctionType) -> Read:
     """What a user's function reads by name, as things are now."""
     code, owner = function.__code__, function.__globals__
     names, plain, imports = names_of(code), global_names(code), _imports(code)
-    computed = None if names.isdisjoint(_LOOK_UP) else _computed(function)
+    computed = None
+    if not names.isdisjoint(_LOOK_UP):
+        computed = _computed(function)
+        names |= set(_strings(function).values())
     if not imports and names.isdisjoint(_OF_FILE | _OF_FILES):
-        return Read(plain, (), computed)
-    names |= set(_strings(function).values())
+        return Read(names, plain, (), computed)
     files = _imported(imports, str(owner.get("__package__") or owner.get("__name__") or ""))
     if not names.isdisjoint(_OF_FILES):
         files |= names & sys.modules.keys()
@@ -244,7 +248,7 @@ def read_by(function: types.FunctionType) -> Read:
         plain = tuple(sorted({*plain, *(names & owner.keys())}))
     found = [sys.modules.get(name) for name in sorted(files) if name != here]
     modules = tuple(m for m in found if isinstance(m, types.ModuleType) and not is_library(m))
-    return Read(plain, modules, computed)
+    return Read(names, plain, modules, computed)
 
 
 def _strings(function: types.FunctionType) -> dict[str, str]:

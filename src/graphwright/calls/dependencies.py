@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from .code import (
     MACHINERY,
+    Read,
     closure,
     function_of,
     global_names,
@@ -764,6 +765,7 @@ class Dependencies:
         except (TypeError, ValueError, BufferError):  # Its content cannot be read.
             pass
         self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
+        del self.visits[id(value)]  # Another array in its place is a change.
 
     def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
         wraps = hasattr(type(value), "__tensor_flatten__")
@@ -832,46 +834,49 @@ class Dependencies:
             return
         parts = PartsSource(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
         self._add(parts, depth, inside=inside)
+        read = None if is_library(function) else read_by(function)
         if function.__closure__:
             cells = ClosureSource(name, function)
             self._add(cells, depth, inside=inside)
+            names = names_of(function.__code__) if read is None else read.names
             for key, value in cells.held.items():
                 if isinstance(value, type | types.ModuleType):
-                    self._namespace(key, value, names_of(function.__code__))
-        self._globals(function, depth, inside, own=not is_library(function))
+                    self._namespace(key, value, names)
+        self._globals(function, depth, inside, read)
 
     def _globals(
-        self, function: types.FunctionType, depth: int, inside: bool, *, own: bool
+        self, function: types.FunctionType, depth: int, inside: bool, read: Read | None
     ) -> None:
         """Look into the globals that a function names.
 
-        Of those in a library's code only plain values, tensors and neural modules count.
+        Args:
+            function: in whose file they are.
+            depth: of what they hold.
+            inside: whether a module holds it.
+            read: what the function reads; None for a library's, of which only plain values, tensors
+                and neural modules count.
         """
-        plain = (*SCALARS, torch.Tensor, nn.Module)
-        found = function.__globals__
-        named: Sequence[str] = global_names(function.__code__)
-        if own:
-            read = read_by(function)
-            named = read.globals
+        code, found = function.__code__, function.__globals__
+        if read is not None:
             for file in read.files:
-                self._namespace(file.__name__, file, names_of(function.__code__))
-            if read.computed is not None and function.__code__ not in self.computed:
-                self.computed[function.__code__] = read.computed
+                self._namespace(file.__name__, file, read.names)
+            if read.computed is not None and code not in self.computed:
+                self.computed[code] = read.computed
                 self.unread.append(read.computed)
+        plain = (*SCALARS, torch.Tensor, nn.Module)
         names = []
-        for name in named:
+        for name in global_names(code) if read is None else read.globals:
             value = found.get(name, _MISSING)
             # Each function may name others of its attributes.
-            if own and isinstance(value, type | types.ModuleType):
-                self._namespace(name, value, names_of(function.__code__))
+            if read is not None and isinstance(value, type | types.ModuleType):
+                self._namespace(name, value, read.names)
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
-            if own or isinstance(value, plain):
+            if read is not None or isinstance(value, plain):
                 self._seen_globals.add((id(found), name))
                 names.append(name)
         if names:
-            stored = stored_names(function.__code__)
-            self._add(GlobalsSource(found, names, stored), depth, inside=inside)
+            self._add(GlobalsSource(found, names, stored_names(code)), depth, inside=inside)
 
     def _namespace(
         self,
@@ -975,7 +980,7 @@ class Dependencies:
             if function is not None and own:
                 self._values.append((Name("", base.__qualname__), function, 1, True))
             elif function is not None:
-                self._globals(function, 1, True, own=False)
+                self._globals(function, 1, True, None)
         if watched:
             source = ClassPartsSource(Name("", base.__qualname__), base, watched)
             self.sources.append(source)
