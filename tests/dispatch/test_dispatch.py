@@ -177,7 +177,7 @@ def test_no_gradient_is_lost() -> None:
 
 
 def test_an_audit_finds_what_is_not_watched(device: torch.device) -> None:
-    scales = numpy.array([1.0])
+    scales = numpy.full(2_000, 1.0)  # too long to be watched
     graphed = gw.graph(lambda x: x * float(scales[0]), audit=3)
     x = torch.randn(4, device=device)
     for _ in range(4):

@@ -978,7 +978,7 @@ def test_calls_with_breaks_are_audited_and_counted(device: torch.device) -> None
         agree(graphed, late(plain), torch.full((3, 4), value, device=device))
         same(module.total, plain.total)
 
-    one = numpy.zeros(1)  # which is not looked into
+    one = numpy.zeros(2_000)  # which is too long to be watched
 
     def turns(x: torch.Tensor) -> torch.Tensor:
         y = x * 2 if float(one[0]) else x

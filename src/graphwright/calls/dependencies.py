@@ -8,15 +8,14 @@ back what a run has changed.
 
 from __future__ import annotations
 
+import array
 import contextlib
-import dis
 import enum
 import functools
 import inspect
 import operator
 import re
 import sys
-import sysconfig
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -25,12 +24,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from .code import (
+    MACHINERY,
+    Read,
+    closure,
+    function_of,
+    global_names,
+    is_library,
+    is_machinery,
+    names_of,
+    package_of,
+    read_by,
+    stored_names,
+)
 from .signature import SCALARS, describe, without_memory
+from .stand_ins import StandIn as StandIn
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -58,6 +69,8 @@ _MAX_DEPTH = 50
 _MAX_SOURCES = 3_000
 # A container with more items is watched by its length alone.
 _MAX_ITEMS = 1_000
+# The content of arrays with more bytes is not watched.
+_MAX_BYTES = 8 * _MAX_ITEMS
 _MISSING: Any = object()
 # Classes of tensors that are watched themselves; of others the tensors inside are watched.
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -80,27 +93,23 @@ _WITHOUT_STATE = (
 )
 # What a class holds in place of a function.
 _WRAPPERS = (property, staticmethod, classmethod)
-_COMPARABLE = (range, re.Pattern, types.CodeType)
-# Packages whose objects hold only their own machinery, which is no state of the call.
-_MACHINERY = frozenset(
-    (
-        *("torch", "graphwright", "triton", "logging", "threading", "_thread", "concurrent"),
-        *("multiprocessing", "asyncio", "queue", "_queue", "weakref", "_weakref", "abc", "inspect"),
-        *("pathlib", "io", "_io", "ctypes", "random", "contextlib", "warnings", "importlib"),
-        *("_frozen_importlib", "_frozen_importlib_external", "datetime", "decimal", "fractions"),
-        *("uuid", "unittest", "_pytest", "pytest", "sqlite3", "socket", "ssl", "select"),
-        *("subprocess", "tqdm"),
-    )
+# Bound methods of C objects are made anew each time that they are read.
+_COMPARABLE = (
+    range,
+    re.Pattern,
+    types.CodeType,
+    types.BuiltinFunctionType,
+    types.MethodWrapperType,
 )
-# Code that names one of these may read attributes that it does not name.
-_DYNAMIC = frozenset(
-    ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
-)
-# Attributes of modules that count even if no code names them.
+# Values of just these types have no attributes.
+_BARE = frozenset(SCALARS)
+# What holds bytes, beside NumPy's arrays.
+_BUFFERS = (bytearray, array.array, memoryview)
+# Attributes of modules that count even if no code names them: a library's functions, which are
+# given the module, may read them.
 _ALWAYS = (
     *SCALARS,
     *(torch.Tensor, nn.Module, types.FunctionType, types.MethodType),
-    # As the strides of PyTorch's own convolutions, whose code is not read.
     *(tuple, frozenset, range, slice),
 )
 # Methods that run without being named by the call's code.
@@ -110,22 +119,6 @@ _OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"
 _MAKE_INSTANCES = frozenset(("__init__", "__new__"))
 # CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
 _IMMUTABLE = 1 << 8
-_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-
-
-class StandIn:
-    """Stands for a module or function, and computes the same results in another way.
-
-    Attributes:
-        _graphwright_trains: whether what was gained counts for training too.
-    """
-
-    __slots__ = ()
-    _graphwright_trains = True
-
-    @property
-    def _graphwright_stands_for(self) -> Any:
-        raise NotImplementedError
 
 
 class Name(NamedTuple):
@@ -252,6 +245,44 @@ class LengthSource(Source):
 
     def read(self) -> dict[Any, Any]:
         return {"its length": len(self.owner)}
+
+
+class ContentSource(Source):
+    """The bytes of an array, which change in place."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        owner = self.owner
+        if isinstance(owner, bytearray):
+            return {"its content": bytes(owner)}
+        kind: tuple[Any, ...] = ()
+        if isinstance(owner, memoryview):
+            kind = (owner.shape, owner.format)
+        elif not isinstance(owner, array.array):
+            kind = (owner.shape, str(owner.dtype))
+        return {"its content": (owner.tobytes(), kind)}
+
+    def put_back(self) -> None:
+        if self.read() == self.held:
+            return
+        owner, held = self.owner, self.held["its content"]
+        if isinstance(owner, bytearray):
+            owner[:] = held
+            return
+        content, _ = held
+        if isinstance(owner, array.array):
+            del owner[:]
+            owner.frombytes(content)
+        elif isinstance(owner, memoryview) and owner.contiguous:
+            owner.cast("B")[:] = content
+        elif isinstance(owner, memoryview):
+            owner[:] = memoryview(content).cast(owner.format)  # type: ignore[call-overload]  # any
+        else:
+            owner[...] = type(owner)(owner.shape, owner.dtype, content)
+
+    def key_name(self, key: Any) -> Name:
+        return Name("the content of ", str(self.name))
 
 
 class AttributesSource(Source):
@@ -435,7 +466,9 @@ class Dependencies:
         tensors: the tensors, each once, with their names.
         empty: dictionaries of modules that hold nothing: hooks, parameters, buffers.
         typed: modules and objects whose class matters.
-        unread: names of objects that cannot be looked into.
+        unread: names of objects that cannot be looked into, and what code looks up by names that
+            it computes.
+        computed: the latter, by the code.
         optimizers: optimizers among the objects.
         outermost: the modules and tensors that no other module holds.
         ignores: whether a tensor may take the place of another one without a consequence.
@@ -470,6 +503,7 @@ class Dependencies:
         self.empty: list[Any] = []
         self.typed: list[Any] = []
         self.unread: list[str] = []
+        self.computed: dict[types.CodeType, str] = {}
         self.optimizers: list[Optimizer] = []
         self.outermost: dict[int, tuple[Name, Any]] = {}
         self.ignores = root.ignores if isinstance(root, Called) else None
@@ -587,7 +621,7 @@ class Dependencies:
         if self._owner is not None:
             classes.setdefault(id(type(self._owner)), type(self._owner))
         self._classes = set(classes)
-        names, dynamic = _closure(list(classes.values()), functions, entries=_ENTRIES)
+        names, dynamic = closure(list(classes.values()), functions, entries=_ENTRIES)
         self._reachable = names
         self._names = None if dynamic else names
 
@@ -653,7 +687,7 @@ class Dependencies:
         """Add a source, and look into what it holds."""
         self.sources.append(source)
         for key, value in source.held.items():
-            if not isinstance(value, SCALARS) and source.looked_into(key):
+            if type(value) not in _BARE and source.looked_into(key):
                 self._values.append((source.key_name(key), value, depth + 1, inside))
 
     def _value(self, name: Name, value: Any, depth: int, inside: bool) -> None:
@@ -669,12 +703,17 @@ class Dependencies:
             self._namespace(name.text, value, self._names)
         elif isinstance(value, type):
             self._named_of_class(value, self._names or frozenset())
-        if isinstance(value, _WITHOUT_STATE) or not self._visited(value):
+        with_attributes = isinstance(value, SCALARS) and _has_attributes(value)
+        if isinstance(value, _WITHOUT_STATE) and not with_attributes:
+            return
+        if not self._visited(value):
             return
         if isinstance(value, torch.Tensor):
             self._tensor(name, value, inside)
         elif depth > _MAX_DEPTH or len(self.sources) - self._of_modules > _MAX_SOURCES:
             self.unread.append(f"{name} (beyond what is looked at)")
+        elif with_attributes:
+            self._container_attributes(name, value, depth, inside)
         elif isinstance(value, types.FunctionType):
             self._function(name, value, depth, inside)
         elif isinstance(value, types.MethodType):
@@ -686,14 +725,14 @@ class Dependencies:
             if owner is not None:
                 self._values.append((name, owner, depth, inside))
         elif isinstance(value, functools.partial):
-            self._values.append((name, value.func, depth, inside))
-            self._values.append((name, value.args, depth, inside))
-            self._values.append((name, value.keywords, depth, inside))
+            self._add(PartsSource(name, value, ("func", "args", "keywords")), depth, inside=inside)
+            self._container_attributes(name, value, depth, inside)
         elif isinstance(value, tuple):
             # Its items cannot be replaced, but what these hold can.
             for key, each in enumerate(value[: 10 * _MAX_ITEMS]):
-                if not isinstance(each, SCALARS):
+                if type(each) not in _BARE:
                     self._values.append((name.item(key), each, depth + 1, inside))
+            self._container_attributes(name, value, depth, inside)
         elif isinstance(value, list | deque | set):
             if len(value) > _MAX_ITEMS and not self._whole:
                 self.unread.append(f"{name} ({len(value):,} items)")
@@ -707,8 +746,26 @@ class Dependencies:
             source = DictionarySource(name, value, self._hidden_of(value))
             self._add(source, depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
+        elif isinstance(value, _BUFFERS) or _is_array(value):
+            self._content(name, value)
+            self._container_attributes(name, value, depth, inside)
         else:
             self._object(name, value, depth, inside)
+
+    def _content(self, name: Name, value: Any) -> None:
+        """Look at the bytes of an array."""
+        kind = type(value)
+        try:
+            nbytes = (
+                len(value) * value.itemsize if kind is array.array else memoryview(value).nbytes
+            )
+            if nbytes <= _MAX_BYTES and not _has_objects(value):
+                self.sources.append(ContentSource(name, value))
+                return
+        except (TypeError, ValueError, BufferError):  # Its content cannot be read.
+            pass
+        self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
+        del self.visits[id(value)]  # Another array in its place is a change.
 
     def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
         wraps = hasattr(type(value), "__tensor_flatten__")
@@ -725,19 +782,27 @@ class Dependencies:
                 self._values.append((name.attribute(inner), getattr(value, inner), 1, inside))
 
     def _container_attributes(self, name: Name, value: Any, depth: int, inside: bool) -> None:
-        """Look into the attributes of a container whose class is a user's."""
-        if type(value).__module__ in ("builtins", "collections"):
+        """Look into the attributes of a container or plain value whose class is a user's."""
+        kind = type(value)
+        if kind.__module__ in ("builtins", "collections", "functools", "array", "numpy"):
             return
+        if not _has_attributes(value):
+            return
+        self.typed.append(value)
+        if not is_library(kind):
+            self._class(kind, None)
         if _attributes_of(value) is not None:
             self._add(AttributesSource(name, value), depth, inside=inside)
+        if _slots_of(kind):
+            self._add(SlotsSource(name, value), depth, inside=inside)
 
     def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
         kind: Any = type(value)
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
-        if _is_machinery(value):
+        if is_machinery(value):
             return
-        if not _is_library(kind):
+        if not is_library(kind):
             self._class(kind, None)
         elif callable(value):
             self._class(kind, "__call__")
@@ -759,7 +824,7 @@ class Dependencies:
         if inner is not None and inner is not function:
             self._values.append((name, inner, depth, inside))
             return
-        if _package_of(function) in _MACHINERY:
+        if package_of(function) in MACHINERY:
             # A decorator such as torch.no_grad(), which wraps a function of the user.
             for cell in function.__closure__ or ():
                 with contextlib.suppress(ValueError):
@@ -769,52 +834,75 @@ class Dependencies:
             return
         parts = PartsSource(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
         self._add(parts, depth, inside=inside)
+        read = None if is_library(function) else read_by(function)
         if function.__closure__:
             cells = ClosureSource(name, function)
             self._add(cells, depth, inside=inside)
+            names = names_of(function.__code__) if read is None else read.names
             for key, value in cells.held.items():
                 if isinstance(value, type | types.ModuleType):
-                    self._namespace(key, value, _names_of(function.__code__))
-        self._globals(function, depth, inside, own=not _is_library(function))
+                    self._namespace(key, value, names)
+        self._globals(function, depth, inside, read)
 
     def _globals(
-        self, function: types.FunctionType, depth: int, inside: bool, *, own: bool
+        self, function: types.FunctionType, depth: int, inside: bool, read: Read | None
     ) -> None:
         """Look into the globals that a function names.
 
-        Of those in a library's code only plain values, tensors and neural modules count.
+        Args:
+            function: in whose file they are.
+            depth: of what they hold.
+            inside: whether a module holds it.
+            read: what the function reads; None for a library's, of which only plain values, tensors
+                and neural modules count.
         """
+        code, found = function.__code__, function.__globals__
+        if read is not None:
+            for file in read.files:
+                self._namespace(file.__name__, file, read.names)
+            if read.computed is not None and code not in self.computed:
+                self.computed[code] = read.computed
+                self.unread.append(read.computed)
         plain = (*SCALARS, torch.Tensor, nn.Module)
-        found = function.__globals__
         names = []
-        for name in global_names(function.__code__):
+        for name in global_names(code) if read is None else read.globals:
             value = found.get(name, _MISSING)
             # Each function may name others of its attributes.
-            if own and isinstance(value, type | types.ModuleType):
-                self._namespace(name, value, _names_of(function.__code__))
+            if read is not None and isinstance(value, type | types.ModuleType):
+                self._namespace(name, value, read.names)
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
-            if own or isinstance(value, plain):
+            if read is not None or isinstance(value, plain):
                 self._seen_globals.add((id(found), name))
                 names.append(name)
         if names:
-            stored = stored_names(function.__code__)
-            self._add(GlobalsSource(found, names, stored), depth, inside=inside)
+            self._add(GlobalsSource(found, names, stored_names(code)), depth, inside=inside)
 
-    def _namespace(self, name: str, value: Any, names: frozenset[str] | None) -> None:
+    def _namespace(
+        self,
+        name: str,
+        value: Any,
+        names: frozenset[str] | None,
+        around: tuple[types.ModuleType, ...] = (),
+    ) -> None:
         """Look into what code names of a user's file or class: `settings.SCALE`.
 
         Args:
             name: of the file or class.
             value: the file or class.
             names: that the code names; None for all.
+            around: packages that it was found in.
         """
         if isinstance(value, type):
             self._named_of_class(value, names)
             return
-        if value.__name__.partition(".")[0] in _MACHINERY or _is_library(value):
+        if value.__name__.partition(".")[0] in MACHINERY or is_library(value):
             return
         keys = [key for key in vars(value) if names is None or key in names]
+        for key in keys:
+            inner = vars(value)[key]
+            if isinstance(inner, types.ModuleType) and inner not in (value, *around):
+                self._namespace(f"{name}.{key}", inner, names or frozenset(), (*around, value))
         keys = [key for key in keys if (id(value), key) not in self._seen_globals]
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
         if keys:
@@ -828,7 +916,7 @@ class Dependencies:
             cls: the class.
             names: that the code names; None for all.
         """
-        own = [base for base in cls.__mro__ if base is not object and not _is_library(base)]
+        own = [base for base in cls.__mro__ if base is not object and not is_library(base)]
         own = [base for base in own if not base.__flags__ & _IMMUTABLE]
         members = {key: value for base in reversed(own) for key, value in vars(base).items()}
         wanted = {key for key in members if names is None or key in names} - _MAKE_INSTANCES
@@ -838,7 +926,7 @@ class Dependencies:
         while waiting:
             function = function_of(members[waiting.pop()])
             if function is not None:
-                more = (members.keys() & _names_of(function.__code__)) - wanted - _MAKE_INSTANCES
+                more = (members.keys() & names_of(function.__code__)) - wanted - _MAKE_INSTANCES
                 wanted |= more
                 waiting += more
         for base in own:
@@ -860,7 +948,7 @@ class Dependencies:
             if package == "torch":
                 keys = [entry] if entry is not None and entry in vars(base) else []
             elif entry is None:
-                keys = [] if _is_library(base) else list(vars(base))
+                keys = [] if is_library(base) else list(vars(base))
             else:
                 keys = [key for key in vars(base) if key in self._reachable]
             self._part_of_class(base, keys)
@@ -875,7 +963,7 @@ class Dependencies:
             self.sources.append(InheritedSource(Name("", cls.__qualname__), cls, keys))
 
     def _part_of_class(self, base: type, keys: Sequence[str]) -> None:
-        own, watched = not _is_library(base), []
+        own, watched = not is_library(base), []
         for key in keys:
             value = vars(base)[key]
             function = function_of(value)
@@ -892,13 +980,13 @@ class Dependencies:
             if function is not None and own:
                 self._values.append((Name("", base.__qualname__), function, 1, True))
             elif function is not None:
-                self._globals(function, 1, True, own=False)
+                self._globals(function, 1, True, None)
         if watched:
             source = ClassPartsSource(Name("", base.__qualname__), base, watched)
             self.sources.append(source)
             for key, value in source.held.items():
                 code = isinstance(value, _WRAPPERS) or function_of(value) is not None
-                if own and not code and not isinstance(value, SCALARS):
+                if own and not code and type(value) not in _BARE:
                     self._values.append((source.key_name(key), value, 1, True))
 
 
@@ -956,7 +1044,10 @@ def same(new: Any, old: Any) -> bool | None:
     if type(new) is not type(old):
         return False
     if isinstance(new, SCALARS):
-        return describe(new) == describe(old)
+        alike = describe(new) == describe(old)
+        if alike and type(new) not in _BARE and _has_attributes(new):
+            return None if not isinstance(new, enum.Enum) else False
+        return alike
     if isinstance(new, frozenset):  # 1, 1.0 and True are equal.
         return _equal(new, old) and {(type(v), v) for v in new} == {(type(v), v) for v in old}
     if isinstance(new, slice):
@@ -970,12 +1061,13 @@ def same(new: Any, old: Any) -> bool | None:
     if isinstance(new, tuple):
         if len(new) != len(old):
             return False
-        return _combined(same(a, b) for a, b in zip(new, old, strict=True))
+        more = (None,) if type(new) is not tuple and _has_attributes(new) else ()
+        return _combined((*(same(a, b) for a, b in zip(new, old, strict=True)), *more))
     if isinstance(new, functools.partial):
         return _combined((same(new.func, old.func), same(new.args, old.args), None))
-    if isinstance(new, list | dict | set | deque):
+    if isinstance(new, (list, dict, set, deque, *_BUFFERS)) or _is_array(new):
         return None
-    if _is_machinery(new):
+    if is_machinery(new):
         return False
     if _attributes_of(new) is not None or _slots_of(type(new)):
         return None
@@ -1073,160 +1165,6 @@ def _replaced(name: Name, new: Any, old: Any) -> str:
     return f"{name} was replaced"
 
 
-def _closure(
-    classes: Sequence[type], functions: Sequence[Any], *, entries: Sequence[str]
-) -> tuple[frozenset[str], bool]:
-    """Names and strings in the code of a call, including methods and functions that it names.
-
-    Args:
-        classes: of modules, and of the object that is called.
-        functions: further functions that are called.
-        entries: names of the methods that are called.
-
-    Returns:
-        the names, and whether the code may read attributes that it does not name.
-    """
-    bases = {id(base): base for cls in classes for base in cls.__mro__}
-    own = [
-        base
-        for base in bases.values()
-        if base is not object and base.__module__.partition(".")[0] not in ("torch", "builtins")
-    ]
-    found: set[str] = set(entries)
-    waiting: list[Any] = list(functions)
-    read: dict[int, Any] = {}
-    dynamic = False
-    while True:
-        for base in own:
-            for key, value in list(vars(base).items()):
-                if (key in found or _is_operator(key)) and id(value) not in read:
-                    read[id(value)] = value
-                    waiting.append(function_of(value))
-        if not waiting:
-            return frozenset(found), dynamic
-        while waiting:
-            value = waiting.pop()
-            while isinstance(value, functools.partial):
-                waiting += [*value.args, *value.keywords.values()]
-                value = value.func
-            if _is_user_callable(value):
-                own += [base for base in type(value).__mro__ if base not in (object, *own)]
-            for function in _functions_in(value):
-                code = function.__code__
-                if id(code) in read:
-                    continue
-                read[id(code)] = code
-                names = _names_of(code)
-                found |= names
-                if _package_of(function) not in _MACHINERY:
-                    dynamic = dynamic or bool(names & _DYNAMIC)
-                for cell in function.__closure__ or ():
-                    with contextlib.suppress(ValueError):  # It is still empty.
-                        waiting.append(cell.cell_contents)
-                if not _is_library(function):
-                    waiting += [function.__globals__.get(n) for n in global_names(code)]
-
-
-def _functions_in(value: Any) -> list[types.FunctionType]:
-    """The function behind something callable; none if it has no Python code."""
-    if isinstance(value, StandIn) and not isinstance(value, nn.Module):
-        value = value._graphwright_stands_for
-    if isinstance(value, types.MethodType):
-        value = value.__func__
-    function = function_of(value)
-    if function is None and _is_user_callable(value):
-        function = function_of(inspect.getattr_static(type(value), "__call__", None))
-    return [] if function is None else [function]
-
-
-def _is_user_callable(value: Any) -> bool:
-    """Whether something is an object with `__call__` whose class is a user's."""
-    if isinstance(value, type | nn.Module) or not callable(value):
-        return False
-    return not _is_machinery(value) and type(value).__module__ != "builtins"
-
-
-def _is_operator(key: Any) -> bool:
-    """Whether a method can run without being named: `__getitem__`, `__add__`."""
-    return (
-        isinstance(key, str)
-        and key.startswith("__")
-        and key.endswith("__")
-        and key not in ("__init__", "__new__", "__repr__", "__setstate__", "__getstate__")
-        and key not in ("__reduce__", "__deepcopy__", "__copy__", "__del__", "__setattr__")
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_of(code: types.CodeType) -> frozenset[str]:
-    found = set(code.co_names)
-    for value in code.co_consts:
-        if isinstance(value, str):
-            found.add(value)
-        elif isinstance(value, tuple):
-            found |= {each for each in value if isinstance(each, str)}
-        elif isinstance(value, types.CodeType):
-            found |= _names_of(value)
-    return frozenset(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that code names, including inner functions."""
-    found = {
-        str(step.argval)
-        for step in dis.get_instructions(code)
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
-    }
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            found |= set(global_names(value))
-    return tuple(sorted(found))
-
-
-@functools.lru_cache(maxsize=4096)
-def stored_names(code: types.CodeType) -> frozenset[str]:
-    """The globals that code assigns to, including inner functions."""
-    found = {str(s.argval) for s in dis.get_instructions(code) if s.opname == "STORE_GLOBAL"}
-    for value in code.co_consts:
-        if isinstance(value, types.CodeType):
-            found |= stored_names(value)
-    return frozenset(found)
-
-
-def function_of(value: Any) -> types.FunctionType | None:
-    """The function behind a method, property, class method or static method."""
-    if isinstance(value, property):
-        value = value.fget
-    elif isinstance(value, staticmethod | classmethod):
-        value = value.__func__
-    return value if isinstance(value, types.FunctionType) else None
-
-
-def _is_library(value: Any) -> bool:
-    """Whether a function, class or file belongs to an installed library."""
-    if isinstance(value, types.FunctionType):
-        return _in_library(value.__code__.co_filename)
-    if isinstance(value, types.ModuleType):
-        file = value.__dict__.get("__file__")
-        known = value.__name__.partition(".")[0] in sys.stdlib_module_names
-        return known if file is None else _in_library(file)
-    if value.__module__ in ("types", "argparse", "collections", "__main__"):
-        return False
-    module = sys.modules.get(value.__module__)
-    return _in_library(getattr(module, "__file__", None) or "<")
-
-
-def _package_of(function: types.FunctionType) -> str:
-    """The package that a function's code stands in, whatever a decorator says."""
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
-
-
-@functools.lru_cache(maxsize=4096)
-def _in_library(file: str) -> bool:
-    return "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
-
-
 def _slots_of(cls: type) -> tuple[str, ...]:
     """The slots of a class and of those that it derives from, as attributes are called."""
     found = []
@@ -1247,6 +1185,22 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
     except Exception:
         return None
     return found if isinstance(found, dict) else None
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether a value's class gives its instances attributes of their own."""
+    return _attributes_of(value) is not None or bool(_slots_of(type(value)))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array of NumPy's."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _has_objects(value: Any) -> bool:
+    """Whether an array holds references instead of numbers."""
+    return bool(getattr(getattr(value, "dtype", None), "hasobject", False))
 
 
 def _without_marks(owner: Any) -> dict[str, Any]:
@@ -1280,17 +1234,12 @@ def _is_watched_part(value: Any) -> bool:
         return True
     if isinstance(value, types.ModuleType):
         return False
-    plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module)
+    plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module, *_BUFFERS)
     if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
         return True
-    return _attributes_of(value) is not None and type(value).__module__ != "builtins"
-
-
-def _is_machinery(value: Any) -> bool:
-    """Whether what an object holds is its own machinery, and no state of the call."""
-    if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
+    if _is_array(value):
         return True
-    return type(value).__module__.partition(".")[0] in _MACHINERY
+    return _attributes_of(value) is not None and type(value).__module__ != "builtins"
 
 
 def _is_immutable(value: Any) -> bool:

@@ -10,6 +10,9 @@ import functools
 import itertools
 import operator
 import time
+import types
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -18,11 +21,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..errors import levels_above
 from .dependencies import (
     PLAIN,
     AttributesSource,
     ClassPartsSource,
     ClosureSource,
+    ContentSource,
     Dependencies,
     DictionarySource,
     GlobalsSource,
@@ -61,6 +66,8 @@ _COST_LOOKS = 10
 HELD = "and what was built holds a copy"
 # How many objects that cannot be looked into are named.
 _SHOWN = 5
+# Code of which it was told that it looks up globals by names that it computes.
+_WARNED_OF: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 # Read by functions in C, as these run at every call.
 _ADDRESS = torch.Tensor.data_ptr
 _FORWARD = operator.itemgetter("forward")
@@ -147,6 +154,8 @@ class ModuleWatch:
         self.unchanged = self._quick.comparison(self) if self._looks_at_all else lambda: True
         self._begin(found or self._walk())
         self._sums = [] if self._audit is None else checksums(self._tensors)
+        if self._looks_at_all and found is None:
+            _warn_of_computed(self._found)
 
     @property
     def visits(self) -> Mapping[int, int]:
@@ -563,6 +572,8 @@ def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any,
         get = operator.attrgetter("cell_contents", "cell_contents")
         names = zip(source.owner.__code__.co_freevars, cells, strict=True)
         return [(get, cell, (held[n], held[n])) for n, cell in names if n in held]
+    if isinstance(source, ContentSource):
+        return [(_as_before, source, (*held, *held.values()))]
     keys = tuple(held)
     if not keys or isinstance(source, SlotsSource):  # Others may come to be there.
         return [(_both, source, (*keys, *held.values()))]
@@ -579,6 +590,27 @@ def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any,
 def _both(source: Source) -> list[Any]:
     now = source.read()
     return [*now, *now.values()]
+
+
+def _warn_of_computed(found: Dependencies) -> None:
+    """Warn, once for a function, that it looks up globals by names that it computes."""
+    new = [(code, what) for code, what in found.computed.items() if code not in _WARNED_OF]
+    if not new:
+        return
+    _WARNED_OF.update(code for code, _ in new)
+    warnings.warn(
+        f"Not watched: {'; '.join(what for _, what in new)}. If what it finds there changes, what "
+        "was built goes on with the old value. Write the name out, or pass the value as an "
+        "argument.",
+        RuntimeWarning,
+        stacklevel=levels_above(),
+    )
+
+
+def _as_before(source: Source) -> list[Any]:
+    """The very things that a source held, if what it holds now is equal."""
+    held, now = source.held, source.read()
+    return [*held, *held.values()] if now == held else [*now, *now.values()]
 
 
 def cost_in_words(watch: ModuleWatch) -> list[str]:
