@@ -156,7 +156,8 @@ class _Checker:
         seeded = torch.random.get_rng_state()
         try:
             try:
-                self._run_without_capture()
+                with undo.refusing_advances():
+                    self._run_without_capture()
             except CaptureError as error:  # By something of graphwright's that the call uses.
                 self._add_refusal(error)
                 return self._found.all()
