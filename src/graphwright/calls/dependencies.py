@@ -30,7 +30,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .host_generators import is_host_generator
+from .host_generators import draws
 from .signature import SCALARS, describe, without_memory
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -796,7 +796,7 @@ class Dependencies:
                 self._namespace(name, value, _names_of(function.__code__))
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
-            if own or isinstance(value, plain) or is_host_generator(value):
+            if own or isinstance(value, plain) or draws(value):
                 self._seen_globals.add((id(found), name))
                 names.append(name)
         if names:
@@ -1285,7 +1285,7 @@ def _is_watched_part(value: Any) -> bool:
     plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module)
     if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
         return True
-    if is_host_generator(value):
+    if draws(value):
         return True
     return _attributes_of(value) is not None and type(value).__module__ != "builtins"
 

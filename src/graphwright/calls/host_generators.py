@@ -13,6 +13,7 @@ import contextlib
 import functools
 import random
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -136,6 +137,13 @@ def is_host_generator(value: Any) -> bool:
     return isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
 
 
+def draws(value: Any) -> bool:
+    """Whether a value is such a generator, or a method of one."""
+    if isinstance(value, types.MethodType | types.BuiltinMethodType):
+        value = value.__self__
+    return is_host_generator(value)
+
+
 def _of_process() -> list[tuple[Any, str]]:
     """The process's generators, and their names."""
     # The functions are methods of a generator that Python's module keeps to itself.
@@ -224,4 +232,4 @@ def _name_of(generator: Any, sources: Iterable[Any]) -> str:
             # A method of it, such as `self.draw = numpy.random.default_rng().random`.
             if getattr(value, "__self__", None) is generator:
                 return f"{source.key_name(key)} (of a {type(generator).__name__})"
-    return f"a {type(generator).__name__}"
+    return f"a random generator (a {type(generator).__name__})"
