@@ -21,6 +21,7 @@ import pytest
 import torch
 from planted import generators_stay_moved
 from torch import nn
+from tqdm import TMonitor, tqdm
 
 import graphwright as gw
 from graphwright import errors
@@ -370,9 +371,7 @@ def test_tuning_in_processes_leaves_generators_alone(device: torch.device) -> No
     model.draw = random.Random.random
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gw.tune(
-            model, (torch.ones(3, 2, device=device),), strategies=["torchscript"], isolate=True
-        )
+        gw.tune(model, (torch.ones(3, 2, device=device),), strategies=["torchscript"], isolate=True)
     mine = random.Random(3)
     assert [model.number() for _ in range(AHEAD)] == [mine.random() for _ in range(AHEAD)]
 
@@ -443,6 +442,17 @@ def test_what_another_thread_may_have_drawn_is_told_once(
         done.set()
         other.join()
     assert model.number() != random.Random(3).random()
+
+
+def test_the_monitor_of_progress_bars_draws_nothing(device: torch.device) -> None:
+    model = Drawing(KINDS["random"], "an attribute").to(device).eval()
+    monitor = TMonitor(tqdm, 10.0)
+    try:
+        with pytest.raises(gw.CaptureError, match="changes with every call"):
+            gw.capture(model, torch.ones(2, device=device))
+    finally:
+        monitor.exit()
+    assert model.number() == random.Random(3).random()
 
 
 def test_the_system_s_random_numbers_have_no_state(device: torch.device) -> None:
