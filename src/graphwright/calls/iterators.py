@@ -71,6 +71,10 @@ _MOST, _MAX_DEPTH = 100, 3
 _Expression = tuple[Any, ...]
 
 
+class AdvancesIterator(CaptureError):
+    """The call advances an iterator that was there before."""
+
+
 class Iterators:
     """The iterators that a call can reach, and where they stand.
 
@@ -94,7 +98,7 @@ class Iterators:
         """Compare with where they stood, unless other threads may have advanced them.
 
         Raises:
-            CaptureError: one has been advanced; it stays so.
+            AdvancesIterator: one has been advanced; it stays so.
         """
         for key, each in self._held.items() if self._alone else ():
             if _steady(each) != self._positions[key]:
@@ -105,12 +109,12 @@ class Iterators:
         """Stop a run inside the block, on this thread, before it advances one of them.
 
         Raises:
-            CaptureError: the run would advance one, or has done so where that is only seen later.
+            AdvancesIterator: the run would advance one, or has done so unseen.
         """
         if not self._held:
             yield
             return
-        refused: list[CaptureError] = []
+        refused: list[AdvancesIterator] = []
         generators = [v for v in self._held.values() if isinstance(v, types.GeneratorType)]
         running = {each.gi_frame: each for each in generators if each.gi_frame is not None}
         active = True
@@ -151,7 +155,7 @@ class Iterators:
             raise refused[0]
         self.check()
 
-    def _error(self, each: Any, where: str | None, *, advanced: bool) -> CaptureError:
+    def _error(self, each: Any, where: str | None, *, advanced: bool) -> AdvancesIterator:
         kind = f"{type(each).__module__}.{type(each).__qualname__}".removeprefix("builtins.")
         name = self._names.get(id(each), "an iterator")
         what = f"The call advances {name} (a {kind}), which a graph would not."
@@ -159,7 +163,7 @@ class Iterators:
             what += " It was advanced by a run for the capture, and cannot be put back."
             warn_once(what)
         remedy = "Take the next item outside of the call, and pass it in."
-        return CaptureError(what, where=where, remedy=remedy)
+        return AdvancesIterator(what, where=where, remedy=remedy)
 
 
 def is_opaque_iterator(value: Any) -> bool:

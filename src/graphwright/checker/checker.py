@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.iterators import AdvancesIterator
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
 from ..calls.objects import apart
@@ -213,6 +214,9 @@ class _Checker:
             if explains or finding.what == error.what:
                 return
         place = self._definition() if error.where is None else place_of_line(error.where)
+        if isinstance(error, AdvancesIterator):
+            self._found.add(obstacles.STATE, place, "", error.what)
+            return
         self._found.add(obstacles.REFUSED, place, "", error.what, error.remedy or "")
 
     def _definition(self) -> Place:
