@@ -140,6 +140,16 @@ def warn_of_fallback(what: str, why: str, remedy: str, how: str = RUNS_EAGERLY) 
     warnings.warn(text, FallbackWarning, stacklevel=levels_above())
 
 
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """Warn of something, once in a process."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, RuntimeWarning, stacklevel=levels_above())
+
+
 def levels_above() -> int:
     """The `stacklevel` of a warning of the caller's that is meant for the user's own line."""
     frame, level = sys._getframe(1), 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import math
 import re
 import threading
@@ -486,11 +488,11 @@ def test_python_s_state_on_a_new_way_is_no_way_for_a_graph(device: torch.device)
 
 
 def test_what_differs_from_run_to_run_is_not_captured(device: torch.device) -> None:
-    turns = iter(range(10**6))
+    turns = functools.cache(itertools.count)  # nobody can reach it
 
     def turns_about(x: torch.Tensor) -> torch.Tensor:
         y = x * 2 if x.sum() > 0 else x
-        return y.exp() if next(turns) % 2 else y.sin()
+        return y.exp() if next(turns()) % 2 else y.sin()
 
     graphed = gw.graph(turns_about)
     with pytest.warns(RuntimeWarning, match="runs eagerly"):

@@ -20,7 +20,8 @@ from foreign_draws import make_foreign
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs import captured_call, host_draws, python_state, warmup
+from graphwright.calls import host_generators, threads
+from graphwright.graphs import captured_call, host_draws, warmup
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.host_draws import HostDraws
 from graphwright.graphs.segments import tree
@@ -178,7 +179,7 @@ def test_a_capture_beside_other_threads_draws_nothing(device: torch.device) -> N
     before = torch.get_rng_state()
     with pytest.MonkeyPatch.context() as patch:
         # Then nobody can tell who has drawn, and the state is not put back as a whole.
-        patch.setattr(python_state, "others_run", lambda: True)
+        patch.setattr(host_generators, "others_run", lambda: True)
         graph = gw.capture(model, x)
     assert torch.equal(torch.get_rng_state(), before), "the generator is elsewhere"
     keep_pace(graph, model, x)
@@ -510,7 +511,7 @@ def test_seeding_and_python_s_random_numbers_are_refused_as_ever(device: torch.d
     with torch.no_grad():
         with pytest.raises(gw.CaptureError, match="seeds its random numbers"):
             gw.capture(seeds, x)
-        if not python_state.others_run():
+        if not threads.others_run():
             with pytest.raises(gw.CaptureError, match="Python's random"):
                 gw.capture(draws_in_python, x)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import pickle
@@ -647,12 +648,12 @@ class Stop(BaseException):
 def failing(device: torch.device, at: str, error: BaseException) -> None:
     """Fail at the n-th run of a call that changes everything it can, and look what is left."""
     runs = {"first": 1, "second": 2, "rehearsal": 7, "capture": 8}
-    count = itertools.count(1)  # a counter that keeps no attribute
+    counts = functools.cache(itertools.count)  # a counter that nobody can reach
     model = net(device).train()
     sums = torch.zeros(16, device=device)
 
     def work(x: torch.Tensor) -> torch.Tensor:
-        run = next(count)
+        run = next(counts(1))
         sums.add_(x.sum(0))
         y = F.dropout(model(x)) @ torch.ones(16, 4096, device=device)
         if run == runs[at]:
@@ -876,7 +877,7 @@ def broken_pools_stay(patch: pytest.MonkeyPatch) -> None:
 
 @hazard(10, broken_pools_stay, only="cuda", isolated=True)
 def a_capture_that_another_thread_breaks_is_made_again(device: torch.device) -> None:
-    captures = itertools.count(1)
+    counts = functools.cache(itertools.count)  # a counter that nobody can reach
 
     def waits() -> None:
         with contextlib.suppress(RuntimeError):
@@ -884,7 +885,7 @@ def a_capture_that_another_thread_breaks_is_made_again(device: torch.device) -> 
 
     def work(x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(x @ x)
-        if torch._C._cuda_isCurrentStreamCapturing() and next(captures) in (1, 3):
+        if torch._C._cuda_isCurrentStreamCapturing() and next(counts(1)) in (1, 3):
             other = threading.Thread(target=waits)
             other.start()
             other.join()
@@ -894,7 +895,7 @@ def a_capture_that_another_thread_breaks_is_made_again(device: torch.device) -> 
     with torch.no_grad():
         kept = gw.capture(model, x, pool=pool)
         graph = gw.capture(work, x, pool=pool)  # Rehearsed twice, captured twice.
-        assert next(captures) == 5
+        assert next(counts(1)) == 5
         after = gw.capture(model, x, pool=pool)
         x = rand(device, 16, 16)
         for call, eager in ((kept, model), (graph, work), (after, model)):
@@ -932,10 +933,12 @@ def an_old_graph_may_become_garbage_during_a_capture(device: torch.device) -> No
     x = rand(device, 4, 16)
     pool = gw.MemoryPool()
     graphs = [gw.capture(lambda t: t @ t.t(), x, pool=pool) for _ in range(8)]
-    old = map(list.pop, itertools.repeat(graphs))
+    # What a cache keeps nobody can reach.
+    old = functools.cache([map(list.pop, itertools.repeat(graphs))].pop)
+    old()
 
     def work(t: torch.Tensor) -> torch.Tensor:
-        ring: list[Any] = [next(old)]
+        ring: list[Any] = [next(old())]
         ring.append(ring)
         del ring
         gc.collect()

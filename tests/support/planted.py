@@ -22,6 +22,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphwright.calls import switches
+from graphwright.calls.host_generators import HostGenerators
+from graphwright.calls.iterators import Iterators
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning.workers.fork_server import CANDIDATE
 from graphwright.tuning.workers.pool import Limits, WorkerPool
@@ -535,3 +537,17 @@ def leaves_a_flag(model: nn.Module) -> Callable[..., Any]:
     if in_a_candidate():
         torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
     return torch.no_grad()(model)
+
+
+# ---------------------------------------------------------------- protections switched off
+
+
+def generators_stay_moved(patch: Any) -> None:
+    """What runs draw from the host's random generators stays drawn."""
+    patch.setattr(HostGenerators, "put_back", lambda self, own=True: None)
+
+
+def iterators_are_advanced(patch: Any) -> None:
+    """Nothing is refused for the iterators that it advances."""
+    patch.setattr(Iterators, "guarded", lambda self: contextlib.nullcontext())
+    patch.setattr(Iterators, "check", lambda self: None)

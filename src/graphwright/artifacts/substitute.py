@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.dependencies import Dependencies
+from ..calls.host_generators import generators_kept
 from ..calls.snapshots import Call, ModuleState
 from ..errors import OptionError, in_words
 from ..evaluation.measurement import Measurement, Timer, interleave, weighted
@@ -169,7 +171,9 @@ class _Builder:
         """
         device = self._choice.device
         devices = [device] if device.type == "cuda" else []
-        with for_inference(), torch.random.fork_rng(devices=devices):
+        reached = Dependencies(self._module, training=True, whole=True)
+        same = torch.random.fork_rng(devices=devices)
+        with for_inference(), same, generators_kept(reached):
             try:
                 begun = time.perf_counter()
                 builts = [self._build(candidate, sample) for sample in self._samples]

@@ -40,6 +40,7 @@ from .code import (
     read_by,
     stored_names,
 )
+from .host_generators import draws
 from .signature import SCALARS, describe, without_memory
 from .stand_ins import StandIn as StandIn
 
@@ -853,8 +854,8 @@ class Dependencies:
             function: in whose file they are.
             depth: of what they hold.
             inside: whether a module holds it.
-            read: what the function reads; None for a library's, of which only plain values, tensors
-                and neural modules count.
+            read: what the function reads; None for a library's, of which only plain values,
+                tensors, neural modules and random generators count.
         """
         code, found = function.__code__, function.__globals__
         if read is not None:
@@ -872,7 +873,7 @@ class Dependencies:
                 self._namespace(name, value, read.names)
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
-            if read is not None or isinstance(value, plain):
+            if read is not None or isinstance(value, plain) or draws(value):
                 self._seen_globals.add((id(found), name))
                 names.append(name)
         if names:
@@ -1237,7 +1238,7 @@ def _is_watched_part(value: Any) -> bool:
     plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module, *_BUFFERS)
     if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
         return True
-    if _is_array(value):
+    if _is_array(value) or draws(value):
         return True
     return _attributes_of(value) is not None and type(value).__module__ != "builtins"
 

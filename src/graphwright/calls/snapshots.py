@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from ..errors import SignatureError, VerificationError
 from .dependencies import PLAIN, Dependencies, StandIn
 from .first_use import FirstUse, RawAccess, unseen
+from .iterators import Iterators
 from .objects import apart
 from .signature import (
     Args,
@@ -298,6 +299,9 @@ class ModuleState:
     inference must not change, in host memory, and on a GPU by a checksum, unless `weights` is
     False. With `lazily` they are copied where they are, if there is room.
 
+    Attributes:
+        iterators: those that a call can reach, and where they stood.
+
     Args:
         module: the module.
         weights: whether to keep parameters.
@@ -317,6 +321,7 @@ class ModuleState:
     ) -> None:
         # Lists, dictionaries, objects and attributes, whatever holds them.
         self._held = Dependencies(module)
+        self.iterators = Iterators(self._held)
         # By name: the dictionary that holds each tensor, its key there, and the tensor.
         self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
         # Weights that a hook, of weight_norm say, makes anew before each call.

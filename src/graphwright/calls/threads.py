@@ -17,6 +17,10 @@ def own_thread(target: Callable[..., object], name: str, *args: Any) -> threadin
 
 
 def others_run() -> bool:
-    """Whether threads beside this one and our own are there."""
-    ours = sum(thread.name.startswith(_PREFIX) for thread in threading.enumerate())
-    return threading.active_count() - ours > 1
+    """Whether threads beside this one, our own and the monitor of tqdm's bars are there."""
+    idle = sum(
+        # tqdm's is there for good after the first bar, and only looks at bars.
+        thread.name.startswith(_PREFIX) or type(thread).__module__ == "tqdm._monitor"
+        for thread in threading.enumerate()
+    )
+    return threading.active_count() - idle > 1

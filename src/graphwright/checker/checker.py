@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.iterators import AdvancesIterator
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
 from ..calls.objects import apart
@@ -156,7 +157,8 @@ class _Checker:
         seeded = torch.random.get_rng_state()
         try:
             try:
-                self._run_without_capture()
+                with undo.refusing_advances():
+                    self._run_without_capture()
             except CaptureError as error:  # By something of graphwright's that the call uses.
                 self._add_refusal(error)
                 return self._found.all()
@@ -212,6 +214,9 @@ class _Checker:
             if explains or finding.what == error.what:
                 return
         place = self._definition() if error.where is None else place_of_line(error.where)
+        if isinstance(error, AdvancesIterator):
+            self._found.add(obstacles.STATE, place, "", error.what)
+            return
         self._found.add(obstacles.REFUSED, place, "", error.what, error.remedy or "")
 
     def _definition(self) -> Place:

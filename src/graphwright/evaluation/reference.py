@@ -295,6 +295,7 @@ def reference(
         state: the module's state, if it is known already.
 
     Raises:
+        CaptureError: the model advances an iterator that was there before the call.
         ModelFailed: the model raises on its sample inputs.
         SignatureError: an argument or result cannot be compared.
         VerificationError: two eager calls with the same inputs disagree.
@@ -321,7 +322,8 @@ def _reference(
     seed: int,
 ) -> Reference:
     try:
-        first = run(model, call, state)
+        with state.iterators.guarded():
+            first = run(model, call, state)
         second = run(model, call, state)
     except GraphwrightError:
         raise

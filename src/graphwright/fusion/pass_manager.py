@@ -556,7 +556,7 @@ def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState
         mine, named = unflatten(clone_leaves(leaves), spec)
         raw = state.watching_addresses() if not n else contextlib.nullcontext()
         try:
-            with torch.no_grad(), raw:
+            with torch.no_grad(), raw, undo.refusing_advances():
                 called(*mine, **named)
         except GraphwrightError:
             raise

@@ -152,7 +152,7 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
     try:
         with torch.no_grad(), torch.random.fork_rng(generators), pretend_capturing():
             # The first call may fill caches, which are no part of the work.
-            with state.watching(), state.watching_addresses():
+            with state.watching(), state.watching_addresses(), undo.refusing_advances():
                 on_leaves(clone_leaves(leaves))
             undo.check()
             with state.watching():

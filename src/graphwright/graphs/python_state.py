@@ -6,11 +6,9 @@ changes in every run is state that a graph cannot update; it is refused by name.
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -23,10 +21,11 @@ from ..calls.dependencies import (
     HolderSource,
     Source,
 )
+from ..calls.host_generators import HostGenerators
+from ..calls.iterators import Iterators
 from ..calls.objects import same
 from ..calls.places import MISSING, Place, kind_of, tensors_in
 from ..calls.signature import without_memory
-from ..calls.threads import others_run
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 from .host_draws import HostDraws, drawn_from, is_foreign
@@ -60,16 +59,13 @@ class PythonState:
     ) -> None:
         self._module = module
         self._hooks = hooks
-        # While other threads run, nobody can tell who drew from the host's generators.
-        self._alone = not others_run()
-        self._python = random.getstate()
-        self._torch = torch.default_generator.get_state()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
         self._trains = trained is not None
         trainable = module.parameters() if trained is None else trained
         self._grads = [(p, grad_of(p)) for p in trainable]
         self._kept = _Snapshot(module)
+        # As they are before the first run: of the process, and what the call can reach.
+        self._generators = HostGenerators(self._kept.found)
+        self._iterators = Iterators(self._kept.found)
         held = [t for _, t in self._kept.found.tensors]
         held += [*module.parameters(), *module.buffers()]  # Those of a ScriptModule too.
         held = list({id(t): t for t in held if t.layout is torch.strided}.values())
@@ -115,6 +111,14 @@ class PythonState:
         """What the module held before the first run, and its globals and closures."""
         return self._kept.found.objects
 
+    def refusing_advances(self) -> AbstractContextManager[None]:
+        """A block for the first run, in which no iterator may be advanced that was there before.
+
+        Raises:
+            CaptureError: the run would advance one; as a rule it is stopped before that.
+        """
+        return self._iterators.guarded()
+
     def check(self, read: Container[int] | None = None) -> None:
         """Compare with the state after the last run: what changes again and again is state.
 
@@ -127,6 +131,7 @@ class PythonState:
         Raises:
             CaptureError: something changed; names the attribute or variable.
         """
+        self._iterators.check()
         if not self._trains and any(grad_of(p) is not grad for p, grad in self._grads):
             raise CaptureError(
                 "The call sets gradients of parameters, which a captured call does not.",
@@ -218,12 +223,8 @@ class PythonState:
                 run.to_repeat(device)
             foreign = [g for g in foreign if g is not torch.default_generator]
         drawn = [f"a generator on the {g.device}" for g in foreign]
-        if self._alone and random.getstate() != self._python:
-            drawn.append("Python's random")
-        if self._alone and self._numpy is not None:
-            state = sys.modules["numpy"].random.get_state()
-            if not all(_same(a, b) for a, b in zip(state, self._numpy, strict=True)):
-                drawn.append("numpy.random")
+        moved = self._generators.moved_of_process()
+        drawn += [] if moved is None else [moved]
         if drawn:
             raise drawn_from(drawn[0])
 
@@ -231,13 +232,10 @@ class PythonState:
         """Put back random numbers and gradients; with `python`, attributes and containers too.
 
         After a successful capture what the first run set up stays, as after an eager call: a cache,
-        say, or new memory for parameters.
+        say, or new memory for parameters. What it drew for that from a generator of the module's
+        own stays drawn: draws in later runs are refused.
         """
-        if self._alone:
-            random.setstate(self._python)
-            torch.default_generator.set_state(self._torch)
-            if self._numpy is not None:
-                sys.modules["numpy"].random.set_state(self._numpy)
+        self._generators.put_back(own=python)
         for parameter, grad in self._grads:
             if grad_of(parameter) is not grad:
                 parameter.grad = grad
@@ -283,21 +281,20 @@ class _Snapshot:
             for name, tensor in self.found.tensors
             if tensor.layout is torch.strided
         }
-        held = [value for source in self.found.sources for value in source.held.values()]
-        self._random = [(value, state) for value in held if (state := _random_state(value))]
+        self._generators = HostGenerators(self.found, process=False)
         self._watch = ModuleWatch(module, values=False, training=True, found=self.found)
 
     def still_holds(self) -> bool:
         """Whether nothing has changed; may be False though nothing has."""
-        return self._watch.unchanged() and not self.drawn()
+        return self._watch.unchanged() and self.drawn() is None
 
     def let_go(self) -> None:
         """Keep alive no longer what it has seen, once nobody refers to it."""
         self._watch.let_go()
 
-    def drawn(self) -> bool:
-        """Whether a random generator in it has moved."""
-        return any(_random_state(value) != state for value, state in self._random)
+    def drawn(self) -> str | None:
+        """The name of a random generator in it that has moved; None if none has."""
+        return self._generators.moved()
 
 
 def _labelled(sources: Iterable[Source]) -> Iterator[tuple[tuple[Any, ...], Source]]:
@@ -381,22 +378,5 @@ def _changes(
             continue
         if now.places.get(name, (None, None)) != (tensor, place) and name in now.places:
             yield name, None, None, tensor, tensor
-    if before.drawn():
-        yield "a random generator of Python's or NumPy's", None, None, None, None
-
-
-def _random_state(value: Any) -> str | None:
-    """The state of a random generator of Python's or NumPy's; None for anything else."""
-    if isinstance(value, random.Random):
-        with contextlib.suppress(NotImplementedError):  # Of the system's, which has no state.
-            return str(value.getstate())
-        return None
-    if type(value).__module__.partition(".")[0] != "numpy":
-        return None
-    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-    return None if bits is None else str(bits.state)
-
-
-def _same(a: Any, b: Any) -> bool:
-    equal = a == b
-    return bool(equal.all() if hasattr(equal, "all") else equal)
+    if (drawn := before.drawn()) is not None:
+        yield drawn, None, None, None, None

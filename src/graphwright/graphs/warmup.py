@@ -367,7 +367,7 @@ class _ObservedRuns:
         journal = Journal(self._copies)
         try:
             with self._recorder.warming(pretend=False), compilers_off(), journal:
-                with under or contextlib.nullcontext():
+                with self._python_state.refusing_advances(), under or contextlib.nullcontext():
                     kept = self._comparison.keep(self._work(inputs))
             self._python_state.check()
             written = [storage for storage in journal.written if self._python_state.holds(storage)]

@@ -28,9 +28,14 @@ class Keeping(Journal):
 
     Attributes:
         gpu: a GPU that it has made a tensor on; None if there is none.
+        guard: refuses that the first call advances an iterator.
     """
 
     gpu: torch.device | None = None
+
+    def __init__(self, guard: contextlib.AbstractContextManager[None]) -> None:
+        super().__init__()
+        self.guard = guard
 
     def made(self, tensor: torch.Tensor) -> None:
         """Note a tensor that an operation returned, and its device."""
@@ -144,7 +149,7 @@ class Subject:
         """
         call = self.prepared()
         try:
-            with self.mode(), journal:
+            with self.mode(), journal, journal.guard:
                 result = call()
             if self.device.type != "cuda" and journal.gpu is not None:
                 self.device = journal.gpu
@@ -166,7 +171,7 @@ class Subject:
         modes = [(m, m.training) for m in self.module.modules()]
         torch_state = torch.random.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        journal = Keeping()
+        journal = Keeping(state.refusing_advances())
         try:
             yield journal
         finally:

@@ -335,7 +335,8 @@ class ShapeFamily:
         """Run the sample once, to see what has to be known beside shapes."""
         if self._observed is None and self.reason is None:
             with self._undone() as python_state:
-                seen = observe(self.sampler, self.signature, self._as_given)
+                with python_state.refusing_advances():
+                    seen = observe(self.sampler, self.signature, self._as_given)
                 self.sets_up = python_state.changed()
             self.reason = seen.reason
             self._observed = seen

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..artifacts.tuned_module import Apart, OnMiss, Origin, TunedModule, assemble, put_together
+from ..calls.dependencies import Dependencies
 from ..calls.fingerprint import Fingerprint, key_of
+from ..calls.host_generators import generators_kept
 from ..calls.modes import cached_weights_refused
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
@@ -300,7 +302,9 @@ class Tuning:
         # What checks cost is timed as it will be; a compiler would disturb what is timed.
         compiled_checks.provide(build=False)
         frozen = OLD_OBJECTS_FROZEN.thrown()
-        with for_inference(), _same_random_state(self.asked.device), frozen:
+        reached = Dependencies(self.asked.module, training=True, whole=True)
+        same = _same_random_state(self.asked.device)
+        with for_inference(), same, generators_kept(reached), frozen:
             try:
                 tuned = self._run(listener)
                 return self._put_together(tuned) if self.asked.apart else tuned

@@ -211,7 +211,8 @@ def _run_once(
         with as_captured(), recorder.warming(pretend=False), compilers_off(), journal:
             with warnings.catch_warnings(), discovery:
                 warnings.simplefilter("ignore")  # of gradients with other strides than parameters
-                _, ends = body.run(args, kwargs)
+                with undo.refusing_advances():
+                    _, ends = body.run(args, kwargs)
         failed = False
         return ends, journal.external
     except Exception:
