@@ -103,6 +103,17 @@ _ALWAYS = (
     # As the strides of PyTorch's own convolutions, whose code is not read.
     *(tuple, frozenset, range, slice),
 )
+# Attributes of optimizers that are compared elsewhere (options, states, hooks), or in which
+# schedulers of PyTorch's and its profiler leave notes.
+_OF_OPTIMIZERS = frozenset(
+    (
+        *("state", "param_groups", "defaults", "step", "_step_count", "_opt_called"),
+        *(f"_optimizer_step_{when}_hooks" for when in ("pre", "post")),
+        *(f"_optimizer_state_dict_{when}_hooks" for when in ("pre", "post")),
+        *(f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")),
+        *("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    )
+)
 # Methods that run without being named by the call's code.
 _ENTRIES = ("forward", "__call__", "__getattr__")
 # Methods of an autograd.Function that run without being named.
@@ -746,7 +757,10 @@ class Dependencies:
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
-            source = AttributesSource(name, value, names, self._hidden_of(value))
+            hidden = self._hidden_of(value)
+            if isinstance(value, Optimizer):
+                hidden |= _OF_OPTIMIZERS
+            source = AttributesSource(name, value, names, hidden)
             self._add(source, depth, inside=inside)
         if _slots_of(kind):
             seen = True
@@ -1288,8 +1302,9 @@ def _is_watched_part(value: Any) -> bool:
 
 def _is_machinery(value: Any) -> bool:
     """Whether what an object holds is its own machinery, and no state of the call."""
-    if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
+    if isinstance(value, LRScheduler | GradScaler):  # Those of users too.
         return True
+    # An optimizer of a user's, or one that wraps another, may compute with attributes of its own.
     return type(value).__module__.partition(".")[0] in _MACHINERY
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -29,6 +30,14 @@ from .components import (
     scaler_of,
 )
 from .optimizers import LearningRate, check_scaling, make_capturable
+from .wrappers import (
+    has_own_step,
+    is_initialized,
+    is_optimizer,
+    refuse_communicating,
+    with_wrapped,
+    wrapped_by,
+)
 
 # How often a run of a step may show modules or optimizers that were not known.
 _ATTEMPTS = 4
@@ -39,7 +48,8 @@ class StepBuilder:
 
     Args:
         step: the user's function.
-        optimizers: those that the user gave; others that the step names or uses are found.
+        optimizers: those that the user gave, or wrappers of them; others that the step names or
+            uses are found.
         scaler: the GradScaler that the user gave; one that the step names is found.
         follow: whether learning rates are expected to change.
 
@@ -52,7 +62,7 @@ class StepBuilder:
     def __init__(
         self,
         step: Callable[..., Any],
-        optimizers: Iterable[Optimizer],
+        optimizers: Iterable[Any],
         scaler: GradScaler | None,
         *,
         follow: bool,
@@ -76,8 +86,9 @@ class StepBuilder:
 
     def _find_named(self) -> list[Any]:
         """The optimizers and GradScalers that the step names."""
-        classes = Optimizer, GradScaler
-        return [value for _, value in values_behind(self._step) if isinstance(value, classes)]
+        values = [value for _, value in values_behind(self._step)]
+        optimizers = with_wrapped(value for value in values if is_optimizer(value))
+        return [*optimizers, *(value for value in values if isinstance(value, GradScaler))]
 
     def capture(self, args: Args, kwargs: Kwargs, pool: MemoryPool, warmup: int) -> CapturedStep:
         """Make a graph of the step as it is now; what its runs change is put back.
@@ -163,8 +174,10 @@ class StepBuilder:
         """The step with what it uses at present, and the device of all that."""
         module = StepModule(self._step, self._ran)
         refuse_distributed(module)
-        optimizers = optimizers_of(self._step, [*self._given, *self._found])
-        scaler = scaler_of(self._step, self._given_scaler)
+        called = optimizers_of(self._step, [*self._given, *self._found])
+        refuse_communicating(called)
+        scaler = scaler_of(self._step, self._given_scaler, called)
+        optimizers = [optimizer for optimizer in called if is_initialized(optimizer)]
         parameters = parameters_of(module, optimizers)
         if not all(parameter.is_leaf for parameter in parameters):
             raise CaptureError(
@@ -173,15 +186,17 @@ class StepBuilder:
                 remedy="Call the step with the module's own parameters.",
             )
         device = device_of_training(parameters, batch)
-        for optimizer in optimizers:
+        inner = [optimizer for optimizer in optimizers if not wrapped_by(optimizer)]
+        for optimizer in inner:
             make_capturable(optimizer, device)
         if scaler is not None:
-            check_scaling(optimizers)
+            check_scaling(inner)
             if scaler._scale is None:
                 scaler._lazy_init_scale_growth_tracker(device)
         for hooks in hooks_of(parameters, optimizers):
             module.hold(hooks)
-        self.parameters, self.rates = parameters, self._rates(optimizers, device)
+        module.hold(_step_of(optimizer) for optimizer in called if has_own_step(optimizer))
+        self.parameters, self.rates = parameters, self._rates(inner, device)
         return Body(self._step, module, parameters, optimizers, self.rates, scaler), device
 
     def _rates(self, optimizers: Sequence[Optimizer], device: torch.device) -> list[LearningRate]:
@@ -196,6 +211,11 @@ class StepBuilder:
                         rate.move_to_tensor()
                 self._by_group[key] = rate
         return list(self._by_group.values())
+
+
+def _step_of(optimizer: Any) -> Callable[..., Any]:
+    """The step of an optimizer's class; a scheduler may have put another one before it."""
+    return types.MethodType(type(optimizer).step, optimizer)
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -38,6 +38,7 @@ from ...graphs.transaction import let_go
 from .body import name_of_step, run_detached
 from .builder import StepBuilder
 from .captured_step import ALL_STEPS, CapturedStep
+from .wrappers import is_initialized, with_wrapped
 
 OnMiss = Literal["capture", "eager", "error"]
 
@@ -98,7 +99,7 @@ class GraphedStep:
         step: Callable[..., Any],
         sample: Args,
         *,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Any],
         scaler: GradScaler | None,
         scheduler: Any,
         pool: MemoryPool,
@@ -415,7 +416,8 @@ def graph_step(
         sample_batch: the step's arguments: a tuple, or a single argument.
         optimizer: the optimizers that the step uses; those that the step itself names are found.
             SGD, or an optimizer with the option `capturable` (which is switched on) or with
-            `fused=True`; on the CPU SGD or `fused=True`.
+            `fused=True`; on the CPU SGD or `fused=True`. Wrappers such as accelerate's are looked
+            through.
         scaler: the GradScaler that the step uses; its optimizers must be fused.
         scheduler: its `step()` is called after each step. A scheduler that is not given may be
             called outside; changes of learning rates take effect in both cases.
@@ -436,7 +438,7 @@ def graph_step(
     refuse(
         "graph_step",
         callable_problem("step", step),
-        None if isinstance(optimizer, Optimizer) else _optimizers_problem(optimizer),
+        _optimizers_problem(optimizer),
         kind_problem("scaler", scaler, GradScaler, "write torch.amp.GradScaler(…)", optional=True),
         _scheduler_problem(scheduler),
         pool_problem(pool),
@@ -444,12 +446,10 @@ def graph_step(
         count_problem("max_graphs", max_graphs),
         count_problem("warmup", warmup),
     )
-    if optimizer is None:
-        optimizer = ()
     return GraphedStep(
         step,
         sample_batch if isinstance(sample_batch, tuple) else (sample_batch,),
-        optimizers=[optimizer] if isinstance(optimizer, Optimizer) else optimizer,
+        optimizers=_listed(optimizer),
         scaler=scaler,
         scheduler=scheduler,
         pool=MemoryPool() if pool is None else pool,
@@ -460,12 +460,19 @@ def graph_step(
 
 
 def _optimizers_problem(optimizers: Any) -> str | None:
-    """What is wrong with several optimizers, in words."""
+    """What is wrong with one or several optimizers, in words."""
+    listed = _listed(optimizers)
+    for each in listed:
+        if not any(map(is_initialized, with_wrapped([each]))):
+            return f"optimizer is {shown(each)}, neither a torch.optim.Optimizer nor around one"
+    return None
+
+
+def _listed(optimizers: Any) -> list[Any]:
+    """Optimizers in a list, whether there are none, one or several."""
     if optimizers is None:
-        return None
-    listed = optimizers if isinstance(optimizers, tuple | list) else [optimizers]
-    wrong = [each for each in listed if not isinstance(each, Optimizer)]
-    return f"optimizer is {shown(wrong[0])}, not a torch.optim.Optimizer" if wrong else None
+        return []
+    return list(optimizers) if isinstance(optimizers, tuple | list) else [optimizers]
 
 
 def _scheduler_problem(scheduler: Any) -> str | None:

@@ -72,7 +72,7 @@ def skip_capture_checks(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     finally:
         for optimizer in optimizers:
             for name in _CAPTURE_CHECKS:
-                del vars(optimizer)[name]
+                vars(optimizer).pop(name, None)  # Two of them may share one dictionary.
 
 
 def _do_nothing() -> None:
@@ -202,21 +202,20 @@ class Settings:
         rates: Sequence[LearningRate],
         scaler: GradScaler | None,
     ) -> None:
-        in_tensors = {(id(r._optimizer), r._index) for r in rates if r.tensor is not None}
+        in_tensors = {id(rate.group) for rate in rates if rate.tensor is not None}
         self._groups = [
             (o, [list(map(id, group["params"])) for group in o.param_groups]) for o in optimizers
         ]
         self._scaler = scaler
         self._factors = _factors(scaler)
         self._held: list[tuple[Optimizer, int, str, Any]] = []
-        for optimizer in optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    variable = key == "lr" and (id(optimizer), index) in in_tensors
-                    if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
-                        # Lists are the optimizer's own: they may be changed in place.
-                        held = copy.copy(value) if isinstance(value, list | dict) else value
-                        self._held.append((optimizer, index, key, held))
+        for optimizer, index, group in _groups_once(optimizers):
+            for key, value in group.items():
+                variable = key == "lr" and id(group) in in_tensors
+                if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
+                    # Lists are the optimizer's own: they may be changed in place.
+                    held = copy.copy(value) if isinstance(value, list | dict) else value
+                    self._held.append((optimizer, index, key, held))
 
     def difference(self) -> tuple[Any, int, str] | None:
         """An option that has changed: its owner, the index of its group, and its name; or None."""
@@ -230,6 +229,23 @@ class Settings:
         if _factors(self._scaler) != self._factors:
             return self._scaler, 0, "growth"
         return None
+
+
+def _once(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Optimizers without those that share the state of an earlier one, as wrappers do."""
+    found: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        found.setdefault(id(optimizer.state), optimizer)
+    return list(found.values())
+
+
+def _groups_once(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, int, Group]]:
+    """The parameter groups of optimizers, each once, with their owners and indices."""
+    found: dict[int, tuple[Optimizer, int, Group]] = {}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            found.setdefault(id(group), (optimizer, index, group))
+    return list(found.values())
 
 
 def _factors(scaler: GradScaler | None) -> tuple[float, ...]:
@@ -258,14 +274,13 @@ class OptimizerMemory:
         self._scaler = scaler
         self._states = [
             (optimizer, parameter, dict(state))
-            for optimizer in optimizers
+            for optimizer in _once(optimizers)
             for parameter, state in optimizer.state.items()
             if any(t.untyped_storage()._cdata in used for t in _tensors(state))
         ]
         self._groups = [
             (optimizer, index, key, value)
-            for optimizer in optimizers
-            for index, group in enumerate(optimizer.param_groups)
+            for optimizer, index, group in _groups_once(optimizers)
             for key, value in group.items()
             if isinstance(value, torch.Tensor)
         ]
