@@ -436,6 +436,10 @@ class Called(nn.Module):
         """Whether something that the function names may be replaced without a consequence."""
         return False
 
+    def unread_of(self, value: Any) -> frozenset[str]:
+        """Attributes of an object that the function is known not to read."""
+        return frozenset()
+
 
 class Dependencies:
     """What a call of a module or function depends on beside its arguments, as it is now.
@@ -494,6 +498,9 @@ class Dependencies:
         self._seen_globals: set[tuple[int, str]] = set()
         # Names in the call's code, if they tell which attributes it reads; else None.
         self._names: frozenset[str] | None = None
+        # Classes of optimizers whose step is among what is called, and the names in their code.
+        self._optimizers: set[int] = set()
+        self._names_of_optimizers: frozenset[str] | None = None
         # The object that a method belongs to.
         self._owner: Any = None
         self._classes: set[int] = set()
@@ -509,7 +516,7 @@ class Dependencies:
                 self._modules.extend((k, m) for k, m in root._modules.items() if m is not None)
         self._read_code()
         if whole:
-            self._names = None
+            self._names = self._names_of_optimizers = None
         self._walk()
         for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
             self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
@@ -586,8 +593,12 @@ class Dependencies:
         """Find out which attributes the call's code names."""
         functions: list[Any] = []
         classes: dict[int, type] = {}
+        optimizers: dict[int, type] = {}
         for _, root in self._modules:
             for module in root.modules():
+                owner = _owner_of(module.function_of()) if isinstance(module, Called) else None
+                if isinstance(owner, Optimizer):
+                    optimizers[id(type(owner))] = type(owner)
                 while isinstance(module, StandIn):
                     module = module._graphwright_stands_for
                 classes.setdefault(id(type(module)), type(module))
@@ -601,6 +612,11 @@ class Dependencies:
         names, dynamic = _closure(list(classes.values()), functions, entries=_ENTRIES)
         self._reachable = names
         self._names = None if dynamic else names
+        if optimizers:
+            self._optimizers = set(optimizers)
+            both = (*classes.values(), *optimizers.values())
+            names, dynamic = _closure(both, functions, entries=(*_ENTRIES, "step", "zero_grad"))
+            self._names_of_optimizers = None if dynamic else names
 
     def _module(self, path: str, module: nn.Module) -> None:
         while isinstance(module, StandIn):
@@ -746,20 +762,25 @@ class Dependencies:
         kind: Any = type(value)
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
-        if _is_machinery(value):
+        steps = id(kind) in self._optimizers
+        if _is_machinery(value) and not steps:
             return
         if not _is_library(kind):
             self._class(kind, None)
         elif callable(value):
             self._class(kind, "__call__")
         names = self._names if value is self._owner else None
+        if steps:
+            names = self._names_of_optimizers
         seen = False
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
             hidden = self._hidden_of(value)
-            if isinstance(value, Optimizer):
+            if steps:
                 hidden |= _OF_OPTIMIZERS
+            if isinstance(self.root, Called) and not self._whole:
+                hidden |= self.root.unread_of(value)
             source = AttributesSource(name, value, names, hidden)
             self._add(source, depth, inside=inside)
         if _slots_of(kind):
@@ -1302,9 +1323,8 @@ def _is_watched_part(value: Any) -> bool:
 
 def _is_machinery(value: Any) -> bool:
     """Whether what an object holds is its own machinery, and no state of the call."""
-    if isinstance(value, LRScheduler | GradScaler):  # Those of users too.
+    if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
         return True
-    # An optimizer of a user's, or one that wraps another, may compute with attributes of its own.
     return type(value).__module__.partition(".")[0] in _MACHINERY
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...calls.modules import FunctionModule, values_behind
 from ...calls.signature import SCALARS, tensors_of
 from ...errors import CaptureError
-from .wrappers import is_optimizer, scalers_of, with_wrapped
+from .wrappers import is_optimizer, notes_around, scalers_of, with_wrapped
 
 # Attributes in which schedulers of PyTorch's note that an optimizer was called.
 _NOTES = frozenset(("_opt_called", "_step_count"))
@@ -97,6 +97,7 @@ class StepModule(FunctionModule):
         super().__init__(step)
         # Storages that a graph uses, by identity; other tensors may be replaced.
         self.used: Container[int] | None = None
+        self._unread: dict[str, frozenset[str]] = {}
         known = set(self.modules())
         for module in ran:
             if module not in known:
@@ -113,6 +114,13 @@ class StepModule(FunctionModule):
         if not isinstance(value, torch.Tensor) or self.used is None:
             return False
         return value.untyped_storage()._cdata not in self.used
+
+    def unread_of(self, value: Any) -> frozenset[str]:
+        """Attributes in which a library notes what goes on around steps; see `wrappers`."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind not in self._unread:
+            self._unread[kind] = notes_around(self._function, kind)
+        return self._unread[kind]
 
 
 class Discovery:
