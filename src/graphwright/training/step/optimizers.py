@@ -221,14 +221,16 @@ class Settings:
         ]
         self._scaler = scaler
         self._factors = _factors(scaler)
-        self._held: list[tuple[Optimizer, int, str, Any]] = []
+        self._held: list[tuple[Optimizer, int, list[tuple[str, Any]]]] = []
         for optimizer, index, group in _groups_once(optimizers):
+            held = []
             for key, value in group.items():
                 variable = (id(group), key) in in_tensors
                 if not (key in NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
                     # Lists are the optimizer's own: they may be changed in place.
-                    held = copy.copy(value) if isinstance(value, list | dict) else value
-                    self._held.append((optimizer, index, key, held))
+                    own = copy.copy(value) if isinstance(value, list | dict) else value
+                    held.append((key, own))
+            self._held.append((optimizer, index, held))
 
     def difference(self) -> tuple[Any, int, str] | None:
         """An option that has changed: its owner, the index of its group, and its name; or None."""
@@ -240,10 +242,12 @@ class Settings:
             if [list(map(id, group["params"])) for group in optimizer.param_groups] != groups:
                 yield optimizer, 0, "params"
                 return
-        for optimizer, index, key, value in self._held:
-            now = optimizer.param_groups[index].get(key)
-            if now is not value and (type(now) is not type(value) or now != value):
-                yield optimizer, index, key
+        for optimizer, index, held in self._held:
+            group = optimizer.param_groups[index]
+            for key, value in held:
+                now = group.get(key)
+                if now is not value and (type(now) is not type(value) or now != value):
+                    yield optimizer, index, key
         for position, number in enumerate(self._numbers):
             now, before = number.value, self._values[position]
             if now is not before:
