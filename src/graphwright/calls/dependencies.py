@@ -113,6 +113,17 @@ _ALWAYS = (
     *(torch.Tensor, nn.Module, types.FunctionType, types.MethodType),
     *(tuple, frozenset, range, slice),
 )
+# Attributes of optimizers that are compared elsewhere (options, states, hooks), or in which
+# schedulers of PyTorch's and its profiler leave notes.
+_OF_OPTIMIZERS = frozenset(
+    (
+        *("state", "param_groups", "defaults", "step", "_step_count", "_opt_called"),
+        *(f"_optimizer_step_{when}_hooks" for when in ("pre", "post")),
+        *(f"_optimizer_state_dict_{when}_hooks" for when in ("pre", "post")),
+        *(f"_optimizer_load_state_dict_{when}_hooks" for when in ("pre", "post")),
+        *("_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    )
+)
 # Methods that run without being named by the call's code.
 _ENTRIES = ("forward", "__call__", "__getattr__")
 # Methods of an autograd.Function that run without being named.
@@ -457,6 +468,10 @@ class Called(nn.Module):
         """Whether something that the function names may be replaced without a consequence."""
         return False
 
+    def unread_of(self, value: Any) -> frozenset[str]:
+        """Attributes of an object that the function is known not to read."""
+        return frozenset()
+
 
 class Dependencies:
     """What a call of a module or function depends on beside its arguments, as it is now.
@@ -518,6 +533,9 @@ class Dependencies:
         self._seen_globals: set[tuple[int, str]] = set()
         # Names in the call's code, if they tell which attributes it reads; else None.
         self._names: frozenset[str] | None = None
+        # Classes of optimizers whose step is among what is called, and the names in their code.
+        self._optimizers: set[int] = set()
+        self._names_of_optimizers: frozenset[str] | None = None
         # The object that a method belongs to.
         self._owner: Any = None
         self._classes: set[int] = set()
@@ -533,7 +551,7 @@ class Dependencies:
                 self._modules.extend((k, m) for k, m in root._modules.items() if m is not None)
         self._read_code()
         if whole:
-            self._names = None
+            self._names = self._names_of_optimizers = None
         self._walk()
         for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
             self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
@@ -610,8 +628,12 @@ class Dependencies:
         """Find out which attributes the call's code names."""
         functions: list[Any] = []
         classes: dict[int, type] = {}
+        optimizers: dict[int, type] = {}
         for _, root in self._modules:
             for module in root.modules():
+                owner = _owner_of(module.function_of()) if isinstance(module, Called) else None
+                if isinstance(owner, Optimizer):
+                    optimizers[id(type(owner))] = type(owner)
                 while isinstance(module, StandIn):
                     module = module._graphwright_stands_for
                 classes.setdefault(id(type(module)), type(module))
@@ -625,6 +647,11 @@ class Dependencies:
         names, dynamic = closure(list(classes.values()), functions, entries=_ENTRIES)
         self._reachable = names
         self._names = None if dynamic else names
+        if optimizers:
+            self._optimizers = set(optimizers)
+            both = (*classes.values(), *optimizers.values())
+            names, dynamic = closure(both, functions, entries=(*_ENTRIES, "step", "zero_grad"))
+            self._names_of_optimizers = None if dynamic else names
 
     def _module(self, path: str, module: nn.Module) -> None:
         while isinstance(module, StandIn):
@@ -801,18 +828,26 @@ class Dependencies:
         kind: Any = type(value)
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
-        if is_machinery(value):
+        steps = id(kind) in self._optimizers
+        if is_machinery(value) and not steps:
             return
         if not is_library(kind):
             self._class(kind, None)
         elif callable(value):
             self._class(kind, "__call__")
         names = self._names if value is self._owner else None
+        if steps:
+            names = self._names_of_optimizers
         seen = False
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
-            source = AttributesSource(name, value, names, self._hidden_of(value))
+            hidden = self._hidden_of(value)
+            if steps:
+                hidden |= _OF_OPTIMIZERS
+            if isinstance(self.root, Called) and not self._whole:
+                hidden |= self.root.unread_of(value)
+            source = AttributesSource(name, value, names, hidden)
             self._add(source, depth, inside=inside)
         if _slots_of(kind):
             seen = True

@@ -23,6 +23,7 @@ from ...graphs.python_state import PythonState, grad_of
 from ...graphs.recorder import Recorder
 from ...graphs.static_tensors import StaticInputs
 from .components import Discovery, OptimizersKept
+from .numbers import Number, as_tensors
 from .optimizers import LearningRate, skip_capture_checks
 
 Grads = Sequence[torch.Tensor | None]
@@ -37,6 +38,7 @@ class Body:
         parameters: all that it trains.
         optimizers: those that it uses.
         rates: their learning rates.
+        numbers: others of their options that may be in tensors.
         scaler: the GradScaler that it uses, if any.
 
     Attributes:
@@ -51,6 +53,7 @@ class Body:
         parameters: Sequence[torch.Tensor],
         optimizers: Sequence[Optimizer],
         rates: Sequence[LearningRate],
+        numbers: Sequence[Number],
         scaler: GradScaler | None,
     ) -> None:
         self.step = step
@@ -58,6 +61,7 @@ class Body:
         self.parameters = parameters
         self.optimizers = optimizers
         self.rates = rates
+        self.numbers = numbers
         self.scaler = scaler
         self.start: Grads = [None] * len(parameters)
 
@@ -80,7 +84,13 @@ class Body:
             with contextlib.ExitStack() as stack:
                 for rate in self.rates:
                     stack.enter_context(rate.as_tensor())
+                live = {id(rate.tensor) for rate in self.rates if rate.tensor is not None}
                 stack.enter_context(skip_capture_checks(self.optimizers))
+                numbers = [number for number in self.numbers if number.in_tensors]
+                live |= {id(tensor) for number in numbers for tensor in number.shown}
+                if numbers:
+                    rates = [rate.tensor for rate in self.rates if rate.tensor is not None]
+                    stack.enter_context(as_tensors(numbers, rates))
                 result = run_detached(self.step, args, kwargs)
             changed = kept.changed_options()
             if changed:
@@ -88,7 +98,6 @@ class Body:
                     f"The step sets {changed[0]} of an optimizer, which a graph would not.",
                     remedy="Set it between the steps.",
                 )
-            live = {id(rate.tensor) for rate in self.rates if rate.tensor is not None}
             result = pytree.tree_map_only(
                 torch.Tensor, lambda t: t.clone() if id(t) in live else t, result
             )

@@ -90,7 +90,7 @@ class CapturedStep(CapturedCall):
         self._trained = body.parameters
         self._comparison = StepComparison()
         self._copies: Copies | None = copies
-        self.settings = Settings(body.optimizers, body.rates, body.scaler)
+        self.settings = Settings(body.optimizers, body.rates, body.numbers, body.scaler)
         self.start = {i: body.start[i] for i in usage.grads_read}
         self._lends = lends
         self.ends: list[torch.Tensor | None] = []

@@ -19,24 +19,27 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...calls.modules import FunctionModule, values_behind
 from ...calls.signature import SCALARS, tensors_of
 from ...errors import CaptureError
+from .wrappers import is_optimizer, notes_around, scalers_of, with_wrapped
 
 # Attributes in which schedulers of PyTorch's note that an optimizer was called.
 _NOTES = frozenset(("_opt_called", "_step_count"))
 
 
-def optimizers_of(step: Callable[..., Any], given: Iterable[Optimizer]) -> list[Optimizer]:
-    """The optimizers that were given, and those that a function names."""
-    found = {id(optimizer): optimizer for optimizer in given}
-    for _, value in values_behind(step):
-        if isinstance(value, Optimizer):
-            found.setdefault(id(value), value)
-    return list(found.values())
+def optimizers_of(step: Callable[..., Any], given: Iterable[Any]) -> list[Any]:
+    """The optimizers that were given, and those that a function names.
+
+    Wrappers are among them, after what they wrap.
+    """
+    named = [value for _, value in values_behind(step) if is_optimizer(value)]
+    return with_wrapped([*given, *named])
 
 
-def scaler_of(step: Callable[..., Any], given: GradScaler | None) -> GradScaler | None:
-    """The GradScaler that was given or that a function names; None if none scales."""
-    named = (value for _, value in values_behind(step) if isinstance(value, GradScaler))
-    scaler = next(named, None) if given is None else given
+def scaler_of(
+    step: Callable[..., Any], given: GradScaler | None, optimizers: Iterable[Any]
+) -> GradScaler | None:
+    """The GradScaler that was given or that a function or wrapper names; None if none scales."""
+    named = [value for _, value in values_behind(step) if isinstance(value, GradScaler)]
+    scaler = next(iter((*named, *scalers_of(optimizers))), None) if given is None else given
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
@@ -94,22 +97,30 @@ class StepModule(FunctionModule):
         super().__init__(step)
         # Storages that a graph uses, by identity; other tensors may be replaced.
         self.used: Container[int] | None = None
+        self._unread: dict[str, frozenset[str]] = {}
         known = set(self.modules())
         for module in ran:
             if module not in known:
                 self._modules[f"ran {len(self._modules)}"] = module
                 known |= set(module.modules())
 
-    def hold(self, hooks: Iterable[Callable[..., Any]]) -> None:
-        """Hold what hooks reach, too."""
-        for hook in hooks:
-            self._modules[f"hook {len(self._modules)}"] = FunctionModule(hook)
+    def hold(self, functions: Iterable[Callable[..., Any]]) -> None:
+        """Hold what functions reach, too, such as hooks."""
+        for function in functions:
+            self._modules[f"function {len(self._modules)}"] = FunctionModule(function)
 
     def ignores(self, value: Any) -> bool:
         """Whether a value that the step names may be replaced: a tensor that no graph uses."""
         if not isinstance(value, torch.Tensor) or self.used is None:
             return False
         return value.untyped_storage()._cdata not in self.used
+
+    def unread_of(self, value: Any) -> frozenset[str]:
+        """Attributes in which a library notes what goes on around steps; see `wrappers`."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if kind not in self._unread:
+            self._unread[kind] = notes_around(self._function, kind)
+        return self._unread[kind]
 
 
 class Discovery:

@@ -38,6 +38,7 @@ from ...graphs.transaction import let_go
 from .body import name_of_step, run_detached
 from .builder import StepBuilder
 from .captured_step import ALL_STEPS, CapturedStep
+from .wrappers import is_initialized, with_wrapped
 
 OnMiss = Literal["capture", "eager", "error"]
 
@@ -46,10 +47,15 @@ _FIRST = "first step of an optimizer"
 # Steps until a refused capture is tried again; what made the step fail may be gone.
 _RETRY = 16
 _REFUSED = "it cannot be captured"
-# After more changes of constant options of optimizers, no new graphs are captured.
+# After more changes of constant options of optimizers, no new graphs are captured until they have
+# stayed as they are for some steps: so many at first, twice as many each time.
 _MAX_CHANGES = 8
+_STEADY = 16
 # After this many replays in a row, former changes no longer count.
 _SETTLED = 100
+_UNSETTLED = "what it is made of changes again and again"
+# How many graphs are kept whose options are others than at present: these may come back.
+_MAX_KEPT = 3
 
 
 @dataclass
@@ -98,7 +104,7 @@ class GraphedStep:
         step: Callable[..., Any],
         sample: Args,
         *,
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Any],
         scaler: GradScaler | None,
         scheduler: Any,
         pool: MemoryPool,
@@ -118,6 +124,9 @@ class GraphedStep:
         self._warned: set[str] = set()
         self._last_miss = ""
         self._changes = 0
+        self._options: list[Any] = []  # those of the optimizers when no graph fitted last
+        self._steady = 0  # steps without a graph since these have changed
+        self._patience = _STEADY
         self._replays_in_a_row = 0
         self._captured: list[CallSignature] = []  # signatures that had a graph
         self._refused: list[_Refused] = []
@@ -167,6 +176,9 @@ class GraphedStep:
         for rate in self._builder.rates:
             where = "a constant of the graph" if rate.tensor is None else "read from a tensor"
             lines.append(f"learning rate of {rate}: {where}")
+        for number in self._builder.numbers:
+            if number.tensors is not None:
+                lines.append(f"{number}: read from a tensor")
         lines += [f"{count} steps eager: {why}" for why, count in now.eager.most_common()]
         if self._last_miss:
             lines.append(f"last miss: {self._last_miss}")
@@ -249,7 +261,7 @@ class GraphedStep:
         self._statistics.replays += 1
         self._replays_in_a_row += 1
         if self._replays_in_a_row >= _SETTLED:
-            self._changes = 0
+            self._changes, self._patience = 0, _STEADY
         return result
 
     def _find(self, args: Args, kwargs: Kwargs) -> CapturedStep | None:
@@ -296,13 +308,20 @@ class GraphedStep:
     ) -> tuple[CapturedStep | None, str, str]:
         """A new graph for a step that no graph fits; or the reason why not, and the details."""
         why = self._difference(args, kwargs)
-        self._drop_stale()
+        changed = list(self._graphs[0].settings.differences()) if self._graphs else []
+        self._drop_stale(changed)
         if self._on_miss != "capture" and not any(
             each.fits(args, kwargs) for each in self._captured
         ):
             return None, "no graph fits", why
         if self._changes > _MAX_CHANGES:
-            return None, "what it is made of changes again and again", why
+            if self._steady < self._patience:
+                if changed:
+                    why += f"; {self._builder.why_constant(changed[0])}. Change it more rarely"
+                return None, _UNSETTLED, why
+            self._changes, self._patience = _MAX_CHANGES, 2 * self._patience
+        if len(self._graphs) >= self._max_graphs:
+            self._drop_others(keep=self._max_graphs - 1)
         if len(self._graphs) >= self._max_graphs:
             return None, f"there are {self._max_graphs} graphs already", why
         known = next((each for each in self._refused if each.signature.fits(args, kwargs)), None)
@@ -311,7 +330,7 @@ class GraphedStep:
             if known.waits > 0:
                 return None, _REFUSED, known.reason
         try:
-            graph = self._capture(args, kwargs)
+            graph = self._capture_in_budget(args, kwargs)
         except (CaptureError, MemoryBudgetExceeded) as error:
             let_go(error)  # Its frames hold gradients.
             reason = in_words(error)[0]
@@ -360,20 +379,46 @@ class GraphedStep:
         self._replays_in_a_row = 0
         return graph
 
-    def _drop_stale(self) -> None:
-        """Close graphs that will never fit again; move learning rates that change to tensors."""
-        changed = self._graphs[0].settings.difference() if self._graphs else None
-        if changed is not None:
-            rates = [r for r in self._builder.rates if r.tensor is None and r.can_change]
-            if any(rate.option == changed for rate in rates):
-                for rate in rates:
-                    rate.move_to_tensor()
-            else:
-                self._changes += 1
+    def _capture_in_budget(self, args: Args, kwargs: Kwargs) -> CapturedStep:
+        """Capture; for want of memory, graphs that may never fit again give way."""
+        try:
+            return self._capture(args, kwargs)
+        except MemoryBudgetExceeded as error:
+            if not self._drop_others(keep=0):
+                raise
+            let_go(error)
+        return self._capture(args, kwargs)
+
+    def _drop_stale(self, changed: list[tuple[Any, int, str]]) -> None:
+        """Close graphs that will never fit again, and read numbers that change from tensors.
+
+        Args:
+            changed: options that are others than in the graph that was used last.
+        """
+        options = self._builder.options()
+        followed = False
+        if options != self._options:
+            self._options, self._steady = options, 0
+            if changed:
+                followed = self._builder.follow(changed)
+                self._changes += not followed
+        else:
+            self._steady += 1
         for graph in list(self._graphs):
-            other = graph.settings.difference() is not None
-            if other or graph.state is not GraphState.READY or graph.is_stale():
+            if graph.state is not GraphState.READY or graph.is_stale():
                 self._drop(graph)
+        self._drop_others(keep=0 if followed else _MAX_KEPT)
+
+    def _drop_others(self, keep: int) -> bool:
+        """Close graphs with other options than at present but those used last; whether any was.
+
+        Args:
+            keep: how many of them are kept.
+        """
+        others = [g for g in self._graphs if g.settings.difference() is not None]
+        for graph in others[keep:]:
+            self._drop(graph)
+        return len(others) > keep
 
     def _ready(self) -> list[CapturedStep]:
         return [graph for graph in self._graphs if graph.state is GraphState.READY]
@@ -417,7 +462,8 @@ def graph_step(
         sample_batch: the step's arguments: a tuple, or a single argument.
         optimizer: the optimizers that the step uses; those that the step itself names are found.
             SGD, or an optimizer with the option `capturable` (which is switched on) or with
-            `fused=True`; on the CPU SGD or `fused=True`.
+            `fused=True`; on the CPU SGD or `fused=True`. Wrappers such as accelerate's are looked
+            through.
         scaler: the GradScaler that the step uses; its optimizers must be fused.
         scheduler: its `step()` is called after each step. A scheduler that is not given may be
             called outside; changes of learning rates take effect in both cases.
@@ -438,7 +484,7 @@ def graph_step(
     refuse(
         "graph_step",
         callable_problem("step", step),
-        None if isinstance(optimizer, Optimizer) else _optimizers_problem(optimizer),
+        _optimizers_problem(optimizer),
         kind_problem("scaler", scaler, GradScaler, "write torch.amp.GradScaler(…)", optional=True),
         _scheduler_problem(scheduler),
         pool_problem(pool),
@@ -446,12 +492,10 @@ def graph_step(
         count_problem("max_graphs", max_graphs),
         count_problem("warmup", warmup),
     )
-    if optimizer is None:
-        optimizer = ()
     return GraphedStep(
         step,
         sample_batch if isinstance(sample_batch, tuple) else (sample_batch,),
-        optimizers=[optimizer] if isinstance(optimizer, Optimizer) else optimizer,
+        optimizers=_listed(optimizer),
         scaler=scaler,
         scheduler=scheduler,
         pool=MemoryPool() if pool is None else pool,
@@ -462,12 +506,19 @@ def graph_step(
 
 
 def _optimizers_problem(optimizers: Any) -> str | None:
-    """What is wrong with several optimizers, in words."""
+    """What is wrong with one or several optimizers, in words."""
+    listed = _listed(optimizers)
+    for each in listed:
+        if not any(map(is_initialized, with_wrapped([each]))):
+            return f"optimizer is {shown(each)}, neither a torch.optim.Optimizer nor around one"
+    return None
+
+
+def _listed(optimizers: Any) -> list[Any]:
+    """Optimizers in a list, whether there are none, one or several."""
     if optimizers is None:
-        return None
-    listed = optimizers if isinstance(optimizers, tuple | list) else [optimizers]
-    wrong = [each for each in listed if not isinstance(each, Optimizer)]
-    return f"optimizer is {shown(wrong[0])}, not a torch.optim.Optimizer" if wrong else None
+        return []
+    return list(optimizers) if isinstance(optimizers, tuple | list) else [optimizers]
 
 
 def _scheduler_problem(scheduler: Any) -> str | None:

@@ -19,11 +19,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ...errors import CaptureError
+from .numbers import Number
 
 Group = dict[str, Any]
 
 # Entries of a group that step() does not read as options: parameters, and notes of schedulers.
-_NO_OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "param_names"})
+NO_OPTIONS = frozenset(
+    {
+        *("params", "initial_lr", "max_lr", "min_lr", "param_names"),
+        *("max_momentum", "base_momentum"),
+    }
+)
 # Methods that check for a capture before a step, by PyTorch's version.
 _CAPTURE_CHECKS = (
     "_cuda_graph_capture_health_check",
@@ -72,7 +78,7 @@ def skip_capture_checks(optimizers: Sequence[Optimizer]) -> Iterator[None]:
     finally:
         for optimizer in optimizers:
             for name in _CAPTURE_CHECKS:
-                del vars(optimizer)[name]
+                vars(optimizer).pop(name, None)  # Two of them may share one dictionary.
 
 
 def _do_nothing() -> None:
@@ -194,42 +200,92 @@ class LearningRate:
 
 
 class Settings:
-    """Options of optimizers and a GradScaler that are no tensors, hence constants of kernels."""
+    """Options of optimizers and a GradScaler that are no tensors, hence constants of kernels.
+
+    Of a number that is read from a tensor, what an optimizer has asked about it is a constant.
+    """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         rates: Sequence[LearningRate],
+        numbers: Sequence[Number],
         scaler: GradScaler | None,
     ) -> None:
-        in_tensors = {(id(r._optimizer), r._index) for r in rates if r.tensor is not None}
+        in_tensors = {(id(rate.group), "lr") for rate in rates if rate.tensor is not None}
+        self._numbers = [number for number in numbers if number.in_tensors]
+        self._values = [number.value for number in self._numbers]
+        in_tensors |= {(id(number.group), number.key) for number in self._numbers}
         self._groups = [
             (o, [list(map(id, group["params"])) for group in o.param_groups]) for o in optimizers
         ]
         self._scaler = scaler
         self._factors = _factors(scaler)
-        self._held: list[tuple[Optimizer, int, str, Any]] = []
-        for optimizer in optimizers:
-            for index, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    variable = key == "lr" and (id(optimizer), index) in in_tensors
-                    if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
-                        # Lists are the optimizer's own: they may be changed in place.
-                        held = copy.copy(value) if isinstance(value, list | dict) else value
-                        self._held.append((optimizer, index, key, held))
+        self._held: list[tuple[Optimizer, int, list[tuple[str, Any]]]] = []
+        for optimizer, index, group in _groups_once(optimizers):
+            held = []
+            for key, value in group.items():
+                variable = (id(group), key) in in_tensors
+                if not (key in NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
+                    # Lists are the optimizer's own: they may be changed in place.
+                    own = copy.copy(value) if isinstance(value, list | dict) else value
+                    held.append((key, own))
+            self._held.append((optimizer, index, held))
 
     def difference(self) -> tuple[Any, int, str] | None:
         """An option that has changed: its owner, the index of its group, and its name; or None."""
+        return next(self.differences(), None)
+
+    def differences(self) -> Iterator[tuple[Any, int, str]]:
+        """All options that have changed, as `difference` tells one."""
         for optimizer, groups in self._groups:
             if [list(map(id, group["params"])) for group in optimizer.param_groups] != groups:
-                return optimizer, 0, "params"
-        for optimizer, index, key, value in self._held:
-            now = optimizer.param_groups[index].get(key)
-            if now is not value and (type(now) is not type(value) or now != value):
-                return optimizer, index, key
+                yield optimizer, 0, "params"
+                return
+        for optimizer, index, held in self._held:
+            group = optimizer.param_groups[index]
+            for key, value in held:
+                now = group.get(key)
+                if now is not value and (type(now) is not type(value) or now != value):
+                    yield optimizer, index, key
+        for position, number in enumerate(self._numbers):
+            now, before = number.value, self._values[position]
+            if now is not before:
+                answers = number.answers(now)
+                if answers is None or answers != number.answers(before):
+                    yield number.option
+                else:
+                    self._values[position] = now
         if _factors(self._scaler) != self._factors:
-            return self._scaler, 0, "growth"
-        return None
+            yield self._scaler, 0, "growth"
+
+
+def _once(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Optimizers without those that share the state of an earlier one, as wrappers do."""
+    found: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        found.setdefault(id(optimizer.state), optimizer)
+    return list(found.values())
+
+
+def _groups_once(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, int, Group]]:
+    """The parameter groups of optimizers, each once, with their owners and indices."""
+    found: dict[int, tuple[Optimizer, int, Group]] = {}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            found.setdefault(id(group), (optimizer, index, group))
+    return list(found.values())
+
+
+def options_of(optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> list[Any]:
+    """The options of optimizers and a GradScaler, to be compared with those of another moment."""
+    options: list[Any] = [
+        (id(group), key, id(value) if isinstance(value, torch.Tensor) else repr(value))
+        for _, _, group in _groups_once(optimizers)
+        for key, value in group.items()
+        if key not in NO_OPTIONS
+    ]
+    return [*options, _factors(scaler)]
 
 
 def _factors(scaler: GradScaler | None) -> tuple[float, ...]:
@@ -258,14 +314,13 @@ class OptimizerMemory:
         self._scaler = scaler
         self._states = [
             (optimizer, parameter, dict(state))
-            for optimizer in optimizers
+            for optimizer in _once(optimizers)
             for parameter, state in optimizer.state.items()
             if any(t.untyped_storage()._cdata in used for t in _tensors(state))
         ]
         self._groups = [
             (optimizer, index, key, value)
-            for optimizer in optimizers
-            for index, group in enumerate(optimizer.param_groups)
+            for optimizer, index, group in _groups_once(optimizers)
             for key, value in group.items()
             if isinstance(value, torch.Tensor)
         ]
