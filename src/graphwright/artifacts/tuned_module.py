@@ -36,6 +36,7 @@ from ..graphs.composition import (
     Parts,
     apart_from_capture,
     parts_of_capture,
+    running_part,
     warn_if_traced,
     warn_of_lost_gain,
 )
@@ -492,7 +493,7 @@ class TunedModule(ModuleProxy):
         name = f"what tune() made of {type(choice.module).__name__} ({choice.report.chosen})"
         assert choice.watch is not None
         parts.add(name, choice.watch, built.packed)
-        with torch.no_grad():
+        with torch.no_grad(), running_part():
             return built.call(*mine, **named)
 
     def explain(self) -> str:

@@ -29,12 +29,21 @@ def _probe(device: torch.device) -> Availability:
 
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CapturedCall(built.call, args, kwargs, breaks="auto" if built.plain else "never")
+    # What was built of the model holds constants of its own; its owner watches the model.
+    graph = CapturedCall(
+        built.call,
+        args,
+        kwargs,
+        breaks="auto" if built.plain else "never",
+        trusted=not built.plain,
+    )
     return _wrapped(built, graph)
 
 
 def _wrap_on_streams(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS)
+    graph = CapturedCall(
+        built.call, args, kwargs, streams=STREAMS, trusted=not built.plain
+    )
     made = _wrapped(built, graph)
     branches = graph.branches
     if branches < 2:

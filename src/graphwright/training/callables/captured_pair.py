@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +20,16 @@ from torch import nn
 
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
-from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
+from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights, without_memory
 from ...calls.watch import ModuleWatch
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
+from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
 from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
 from ...graphs.python_state import PythonState
+from ...graphs.reads import Read, explain
 from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
@@ -123,6 +125,8 @@ class CapturedPair(Graph):
         self._watch: ModuleWatch | None = None
         self._outside: set[int] = set()
         self._written: list[torch.Tensor] = []
+        # What it reads beside what its module reaches.
+        self._parts = Parts()
 
     @property
     def no_backward(self) -> str | None:
@@ -143,6 +147,8 @@ class CapturedPair(Graph):
     def watch(self) -> None:
         """Begin to notice changes that make the graphs outdated."""
         self._watch = ModuleWatch(self._owner, values=False, training=True)
+        if self._parts.watches:
+            self._watch.join(self._parts)
         self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
         known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
         self._parameters = list(known.values())
@@ -229,6 +235,7 @@ class CapturedPair(Graph):
                 self._sets.append(self._record_set(self._sample, warmed))
                 if self.pool._over_limit(before):
                     raise self.pool._exceeded(self, prediction)
+                self._explain_reads(warmed)
             except BaseException as error:
                 self._retire()
                 let_go(error)
@@ -241,6 +248,20 @@ class CapturedPair(Graph):
             self._sample = []
             self.state = GraphState.READY
             self.pool._add(self)
+
+    def _explain_reads(self, warmed: Warmed) -> None:
+        """Have what the call reads from outside be watched, as `reads.explain`."""
+        own = (*self._owner.parameters(), *self._owner.buffers())
+        known = {id(t) for t in own} | {t.untyped_storage()._cdata for t in own if _has_memory(t)}
+        # Stand-ins took the places of those that it trains.
+        trained = [t for t in self._passes.trained if id(t) not in known]
+        read = [r for r in warmed.read if not _is_among(r.value, known)]
+        if read or trained:
+            watch = ModuleWatch(self._owner, values=False, training=True)
+            used = {s._cdata for s in watch.memory} | {t.untyped_storage()._cdata for t in trained}
+            explain(read, watch, self._parts, self._device, used)
+            explain([Read(t, "the call", None) for t in trained], watch, self._parts, self._device)
+        warmed.read.clear()
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
         recorder = self.pool._recorder_for(self._device)
@@ -445,6 +466,14 @@ class CapturedPair(Graph):
         super()._retire()
         self._forget()
         self._sample = []
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and without_memory(tensor) is None
+
+
+def _is_among(value: Any, storages: Container[int]) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in storages
 
 
 def _with_hooks(owner: nn.Module) -> nn.Module:
