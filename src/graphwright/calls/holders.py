@@ -6,8 +6,13 @@ the tensor, who refers to that, and so on up to a namespace, a class, or somethi
 already. `Held` then looks at each of these links: as long as all hold what they held, code that
 goes through them finds the same tensor.
 
+The collector does not look into all that can hold a tensor: an array of NumPy's, a structure in C. So
+the references that it shows, and those of variables of code that runs, are counted too: where the
+tensor has more, it is not known where code finds it.
+
 A search looks at every object that the collector knows, some tenths of a second in a large process;
-it is made at captures alone, and only if something was read that nobody watches.
+it is made at captures alone, and only if something was read that nobody watches. What the program
+has frozen (`gc.freeze`) thaws, since nothing would be found in it.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ import contextvars
 import enum
 import functools
 import gc
+import inspect
+import sys
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +35,7 @@ import torch
 
 # How far to go up, and how many objects to look at.
 _MAX_STEPS = 16
-_MAX_HOLDERS = 500
+_MAX_HOLDERS = 250
 # The collector compares each object in turn with all that are asked for: more are asked for apart.
 _TOGETHER = 16
 _MISSING: Any = object()
@@ -49,6 +56,7 @@ class _Kind(enum.Enum):
     ATTRIBUTE = "an attribute"
     CELL = "a variable of a closure"
     CONTEXT = "a context variable"
+    GRADIENT = "the gradient of a tensor"
     THREAD = "what a threading.local holds on this thread"
     MEMBER = "in no order that matters"
     INSIDE = "inside of it, where only the collector sees it"
@@ -86,7 +94,8 @@ class _Link:
             return f"the context variable {holder.name}"
         if kind is _Kind.INDEX:
             return f"item {key} of a {of}"
-        return kind.value if kind in (_Kind.CELL, _Kind.THREAD) else f"what a {of} holds"
+        told = (_Kind.CELL, _Kind.THREAD, _Kind.GRADIENT)
+        return kind.value if kind in told else f"what a {of} holds"
 
 
 class Held:
@@ -98,6 +107,7 @@ class Held:
     """
 
     def __init__(self, things: Sequence[Any], links: Sequence[_Link]) -> None:
+        self._things = set(map(id, things))
         self._tensors = [thing for thing in things if isinstance(thing, torch.Tensor)]
         self._placed = list(map(_placed, self._tensors))
         self._links = [link for link in links if link.kind is not _Kind.FIXED]
@@ -106,6 +116,10 @@ class Held:
             for link in self._links
         ]
         self._alive = [*things, *links]
+
+    def covers(self, thing: Any) -> bool:
+        """Whether it is one of the things."""
+        return id(thing) in self._things
 
     def unchanged(self) -> bool:
         """Whether all are where they were."""
@@ -135,29 +149,42 @@ def _placed(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def holders_of(
-    things: Sequence[Any], known: Container[int], ours: Iterable[Any] = ()
+    things: Sequence[Any], watched: Iterable[Any], known: Container[int]
 ) -> tuple[list[_Link], list[bool]]:
     """The links through which code can find some things.
 
     Args:
         things: tensors and other objects.
-        known: identities of objects that are watched.
-        ours: lists and others of the caller's that hold the things.
+        watched: objects that are watched.
+        known: their identities, and those of others that are.
 
     Returns:
-        the links, and for each thing whether any of them leads to it from where code can begin.
+        the links, and for each thing whether these are all that lead to it, and one of them does
+        from where code can begin.
     """
-    found = _Search(known, [*ours, things])
+    found = _Search(known, things)
+    for each in watched:
+        if isinstance(each, torch.Tensor) and each.is_leaf and each.grad is not None:
+            found.hold_gradient(each)
     found.go_up(things)
-    return found.links(), [found.leads_to(thing) for thing in things]
+    leads = list(map(found.leads_to, things))
+    if any(leads):
+        unseen = _held_unseen(things)
+        leads = [there and id(t) not in unseen for t, there in zip(things, leads, strict=True)]
+    return found.links(), leads
+
+
+def thaw() -> None:
+    """Before a search: let the collector see what a program has frozen (`gc.freeze`)."""
+    gc.unfreeze()
 
 
 class _Search:
     """Goes from things to what holds them, until nothing new is found."""
 
-    def __init__(self, known: Container[int], ours: Iterable[Any]) -> None:
+    def __init__(self, known: Container[int], things: Sequence[Any]) -> None:
         self._known = known
-        self._skipped = {id(each) for each in ours}
+        self._skipped = {id(things)}
         self._links: dict[int, list[_Link]] = {}  # by what is held
         self._nodes: dict[int, Any] = {}
         self._skipped.add(id(self._nodes))
@@ -172,9 +199,14 @@ class _Search:
             level = self._above(level)
             if not level or len(self._nodes) > _MAX_HOLDERS:
                 break
-        for node in [node for key, node in self._nodes.items() if key not in self._links]:
-            if type(node) is dict and id(node) not in self._begins:
-                self._of_threads(node)
+        found = [node for node in self._nodes.values() if issubclass(type(node), threading.local)]
+        for key, node in list(self._nodes.items()):
+            if type(node) is dict and key not in self._begins:
+                self._of_threads(node, found if key in self._links else gc.get_objects())
+
+    def hold_gradient(self, tensor: torch.Tensor) -> None:
+        """Note that a watched tensor holds its gradient, which the collector does not show."""
+        self._begin(_Link(tensor, tensor.grad, _Kind.GRADIENT))
 
     def links(self) -> list[_Link]:
         """The links on all ways from where code can begin."""
@@ -212,12 +244,14 @@ class _Search:
             for reference in weakref.getweakrefs(each) if _has_weakrefs(each) else ():
                 # Others belong to caches that look at what they refer to and do not hand it out.
                 plain = type(reference) is weakref.ref and reference.__callback__ is None
-                if plain or isinstance(reference, weakref.KeyedRef):
+                if plain or type(reference) is weakref.KeyedRef:
                     self._add(_Link(reference, each, _Kind.FIXED), following)
         for start in range(0, len(level), _TOGETHER):
             part = level[start : start + _TOGETHER]
             self._skipped.add(id(part))
             holders = gc.get_referrers(*part)
+            if not all(map(gc.is_tracked, part)):
+                holders += _untracked_holders(part)
             self._skipped.add(id(holders))
             for holder in holders:
                 if not self._passes(holder):
@@ -227,10 +261,8 @@ class _Search:
 
     def _passes(self, holder: Any) -> bool:
         """Whether an object is none that code could find something in."""
-        if id(holder) in self._skipped or isinstance(holder, _PASSING):
-            return True
-        cls = type(holder)
-        if cls in (_Link, _Search) or cls.__module__.partition(".")[0] == _OWN:
+        cls = type(holder)  # Not isinstance(), which may ask the object for its class.
+        if id(holder) in self._skipped or cls in _PASSING or cls.__module__.partition(".")[0] == _OWN:
             return True
         if cls.__module__ == "_contextvars" or cls.__name__.startswith("hamt"):
             return True  # Its variables are asked for by name.
@@ -246,7 +278,7 @@ class _Search:
                 if id(key) in wanted:
                     self._add(_Link(holder, key, _Kind.KEY), following)
             return
-        if isinstance(holder, list | deque):
+        if issubclass(type(holder), list | deque):
             for index, value in enumerate(list(holder)):
                 if id(value) in wanted:
                     self._add(_Link(holder, value, _Kind.INDEX, index), following)
@@ -274,10 +306,12 @@ class _Search:
             if value is thing:
                 self._begin(_Link(variable, thing, _Kind.CONTEXT))
 
-    def _of_threads(self, attributes: dict[Any, Any]) -> None:
-        """Note the `threading.local` whose attributes these are on this thread."""
-        for each in gc.get_objects():
-            if isinstance(each, threading.local) and each.__dict__ is attributes:
+    def _of_threads(self, attributes: dict[Any, Any], objects: Sequence[Any]) -> None:
+        """Note the `threading.local` among objects whose attributes these are on this thread."""
+        for each in objects:
+            if issubclass(type(each), threading.local) and each.__dict__ is attributes:
+                # Instead of what it holds for all threads.
+                self._links[id(attributes)] = []
                 self._begin(_Link(each, attributes, _Kind.THREAD))
                 return
 
@@ -287,9 +321,79 @@ class _Search:
         self._begins.add(id(link.holder))
 
 
+def _held_unseen(things: Sequence[Any]) -> set[int]:
+    """The identities of tensors that more refer to than the collector and running code show."""
+    wanted = {id(thing) for thing in things if isinstance(thing, torch.Tensor)}
+    shown = dict.fromkeys(wanted, 0)
+    for holder in gc.get_referrers(*things):
+        for each in gc.get_referents(holder):
+            if id(each) in wanted:
+                shown[id(each)] += 1
+    for frame in sys._current_frames().values():
+        _count_variables(frame, shown)
+    unseen = set()
+    for index in range(len(things)):
+        count = sys.getrefcount(things[index]) - _ALONE
+        if isinstance(things[index], torch.Tensor):
+            by_cpp = _CPP_HOLDS and getattr(things[index], "_use_count", lambda: 2)() > 1
+            if count - by_cpp > shown[id(things[index])]:
+                unseen.add(id(things[index]))
+    return unseen
+
+
+def _count_variables(frame: types.FrameType | None, shown: dict[int, int]) -> None:
+    """Count the variables of a function that runs, and of its callers, that hold something."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_flags & inspect.CO_OPTIMIZED:
+            variables = frame.f_locals
+            for name in code.co_varnames:
+                if name not in code.co_cellvars and id(variables.get(name)) in shown:
+                    shown[id(variables[name])] += 1
+            if sys.version_info < (3, 13):
+                variables.clear()  # It is a copy, which would live as long as the frame.
+        frame = frame.f_back
+
+
+def _references_of_cpp() -> int:
+    """How many references of Python's it takes that C++ refers to a tensor, too."""
+    tensor = torch.empty(1)
+    before = sys.getrefcount(tensor)
+    view = tensor.view(1)
+    return sys.getrefcount(tensor) - before if view is not tensor else 0
+
+
+# References that asking for their number adds, and that C++ adds.
+_ALONE = sys.getrefcount([object()][0])
+_CPP_HOLDS = _references_of_cpp()
+
+
+def everything() -> Iterator[Any]:
+    """All that the collector sees objects refer to, and what is in dictionaries that it leaves out.
+
+    It leaves out those that hold nothing which could be part of a cycle.
+    """
+    for holder in gc.get_objects():
+        for each in gc.get_referents(holder):
+            yield each
+            if type(each) is dict and not gc.is_tracked(each):
+                yield from list(each.values())
+
+
+def _untracked_holders(things: Sequence[Any]) -> list[Any]:
+    wanted = set(map(id, things))
+    found = {
+        id(each): each
+        for each in everything()
+        if type(each) is dict and not gc.is_tracked(each)
+        if any(id(value) in wanted for value in list(each.values()))
+    }
+    return list(found.values())
+
+
 def _is_beginning(holder: Any) -> bool:
     """Whether code can begin there: in a namespace or a class."""
-    if isinstance(holder, type | types.ModuleType):
+    if issubclass(type(holder), type | types.ModuleType):
         return True
     return type(holder) is dict and "__builtins__" in holder
 
@@ -306,9 +410,9 @@ def _has_weakrefs(value: Any) -> bool:
 
 def _link_of_object(holder: Any, child: Any) -> _Link:
     """The link of something that is neither a dictionary nor a list."""
-    if isinstance(holder, _FIXED):
+    if issubclass(type(holder), _FIXED):
         return _Link(holder, child, _Kind.FIXED)
-    if isinstance(holder, types.CellType):
+    if type(holder) is types.CellType:
         return _Link(holder, child, _Kind.CELL)
     for key, value in list((_attributes(holder) or {}).items()):
         if value is child:
@@ -347,6 +451,7 @@ _CHECKS: Mapping[_Kind, Callable[[Any, Any, Any], object]] = {
     _Kind.ATTRIBUTE: _has_attribute,
     _Kind.CELL: lambda holder, child, key: holder.cell_contents is child,
     _Kind.CONTEXT: lambda holder, child, key: holder.get(_MISSING) is child,
+    _Kind.GRADIENT: lambda holder, child, key: holder.grad is child,
     _Kind.THREAD: lambda holder, child, key: holder.__dict__ is child,
     _Kind.MEMBER: _is_in,
     _Kind.INSIDE: lambda holder, child, key: _places(holder, child) == key,

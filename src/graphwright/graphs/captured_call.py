@@ -891,7 +891,7 @@ class CapturedCall(Graph):
         watched = {storage._cdata for storage in self._watch.memory} if self._watch else set()
         try:
             if self._watch is not None and not self._trusted:
-                explain(read, self._watch, self.parts, self._device, watched | tree.external.keys())
+                explain(read, self._watch, self.parts, self._device, watched)
         except CaptureError as error:
             let_go(error)
             tree.given_up = CaptureError(error.what, where=error.where, remedy=error.remedy)

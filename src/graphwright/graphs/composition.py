@@ -20,6 +20,7 @@ from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _python_dispatch as dispatch
 
+from ..calls.holders import Held
 from ..calls.signature import inside_transform
 from ..calls.watch import ModuleWatch, Watched
 from ..errors import levels_above
@@ -62,6 +63,7 @@ class Parts:
         self.names: list[str] = []
         self._packed: dict[int, torch.Tensor] = {}
         self._watches: dict[int, Watched] = {}
+        self._held: list[Held] = []
         self._set_ups = _MAX_SET_UPS
         self._lost: list[tuple[Any, str, str]] = []
 
@@ -86,9 +88,14 @@ class Parts:
             self._watches[id(watch)] = watch
             self.names.append(name)
 
-    def watch(self, watched: Watched) -> None:
-        """Have the capture's owner look at something else that the capture depends on."""
-        self._watches[id(watched)] = watched
+    def watch(self, held: Held) -> None:
+        """Have the capture's owner look at where the capture found what nobody else watches."""
+        self._watches[id(held)] = held
+        self._held.append(held)
+
+    def covers(self, value: Any) -> bool:
+        """Whether the capture's owner looks at where something was found."""
+        return any(held.covers(value) for held in self._held)
 
     @property
     def watches(self) -> bool:

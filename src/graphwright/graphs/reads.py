@@ -11,15 +11,13 @@ and of launches by ctypes, nor what an operator in C++ reads by itself.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..calls.holders import Held, holders_of
+from ..calls.holders import Held, everything, holders_of, thaw
 from ..calls.operations import leaves
 from ..calls.signature import without_memory
 from ..calls.watch import ModuleWatch
@@ -63,6 +61,7 @@ class Reads:
         # Views of memory from outside that the run made; kept, so that no identity is reused.
         self._views: dict[int, torch.Tensor] = {}
         self._constants: dict[int, torch.UntypedStorage] = {}
+        self._storages: set[int] = set()  # of the tensors that were found
         self._objects: dict[Any, torch.ScriptObject] = {}  # that operations gave
 
     def before(
@@ -79,7 +78,7 @@ class Reads:
             if isinstance(value, torch.Tensor):
                 if id(value) in self._found or id(value) in self._views or _lacks_memory(value):
                     continue
-                if is_made(value) or self._is_constant(func, value):
+                if is_made(value) or self._is_constant(func, value) or self._is_saved(value):
                     continue
                 key: Any = id(value)
             elif isinstance(value, torch.ScriptObject):
@@ -92,6 +91,8 @@ class Reads:
                 continue
             place = None if self._held(value) else current_place()
             self._found[key] = Read(value, str(func), place)
+            if isinstance(value, torch.Tensor):
+                self._storages.add(value.untyped_storage()._cdata)
 
     def after(self, result: Any, is_made: Callable[[torch.Tensor], bool]) -> None:
         """Note views of memory from outside, and objects, that an operation gave."""
@@ -106,6 +107,12 @@ class Reads:
         """Note a tensor that was made of values in Python's code, as by torch.tensor([1, 2])."""
         storage = tensor.untyped_storage()
         self._constants[storage._cdata] = storage
+
+    def _is_saved(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd may have saved a tensor: a backward gets another object of it."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        return tensor.untyped_storage()._cdata in self._storages
 
     def _is_constant(self, func: Any, tensor: torch.Tensor) -> bool:
         if func is torch.ops.aten.lift_fresh.default:
@@ -154,38 +161,44 @@ def explain(
     Raises:
         CaptureError: something is read from where nobody could see it replaced.
     """
-    visits = watch.visits
-    watched = {storage._cdata for storage in watch.memory}
-    scripts = {_identity(o) for o in watch.objects if isinstance(o, torch.ScriptObject)}
-    unseen = []
-    for each in read:
-        value = each.value
-        if isinstance(value, torch.ScriptObject):
-            if _identity(value) not in scripts:
-                unseen.append(each)
-        elif id(value) not in visits and value.untyped_storage()._cdata not in used:
-            unseen.append(each)
+    unseen = [each for each in _unseen(read, watch, used) if not parts.covers(each.value)]
     if not unseen:
         return
-    things = [_in_python(each.value, watch.objects) for each in unseen]
-    links, leads = holders_of(things, visits, (read, unseen))
+    thaw()
+    owners = [(each, thing) for each in unseen for thing in _in_python(each.value)]
+    things = [thing for _, thing in owners]
+    links, leads = holders_of(things, watch.objects, watch.visits)
     held = [thing for thing, found in zip(things, leads, strict=True) if found]
     if held:
         parts.watch(Held(held, links))
+    explained = {id(each) for (each, _), found in zip(owners, leads, strict=True) if found}
     if any(isinstance(each, _SCRIPTED) for each in watch.objects):
         return  # Its constants are where only TorchScript gets at them.
-    for each, found in zip(unseen, leads, strict=True):
+    watched = {storage._cdata for storage in watch.memory}
+    for each in unseen:
         value = each.value
-        if found or (isinstance(value, torch.Tensor) and _is_explained(each, watched, device)):
+        if id(each) in explained or (isinstance(value, torch.Tensor) and _is_explained(each, watched, device)):
             continue
-        why = "nothing in Python that can be watched holds it."
+        why = "Python does not show what the call gets it from."
         if not each.steady:
-            why = "it is another one in every call, and no operation of PyTorch's makes it."
+            why = "each call gets another one, which no operation of PyTorch's makes."
         raise CaptureError(
-            f"{each.operation} reads {_in_words(value)} whose replacement nobody would notice: {why}",
+            f"{each.operation} reads {_in_words(value)} that nobody could see replaced: {why}",
             where=each.place,
             remedy=_REMEDY,
         )
+
+
+def _unseen(read: Sequence[Read], watch: ModuleWatch, used: Container[int]) -> list[Read]:
+    """What was read and is not watched itself."""
+    scripts = {_identity(o) for o in watch.objects if isinstance(o, torch.ScriptObject)}
+
+    def is_seen(value: Any) -> bool:
+        if isinstance(value, torch.ScriptObject):
+            return _identity(value) in scripts
+        return id(value) in watch.visits or value.untyped_storage()._cdata in used
+
+    return [each for each in read if not is_seen(each.value)]
 
 
 def _is_explained(read: Read, watched: Container[int], device: torch.device) -> bool:
@@ -225,15 +238,14 @@ def _identity(value: torch.ScriptObject) -> tuple[str, int]:
     return "script", hash(value)
 
 
-def _in_python(value: Any, objects: Sequence[Any]) -> Any:
-    """The thing itself; of an object of TorchScript's, the wrapper that the code holds."""
+def _in_python(value: Any) -> list[Any]:
+    """The thing itself; of an object of TorchScript's, the wrappers that code may hold."""
     if isinstance(value, torch.Tensor):
-        return value
+        return [value]
     identity = _identity(value)
-    holders = [each for each in objects if isinstance(each, nn.Module)]
-    for holder in (*(vars(each) for each in holders), *gc.get_objects()):
-        for each in gc.get_referents(holder):
-            other = isinstance(each, torch.ScriptObject) and each is not value
-            if other and _identity(each) == identity:
-                return each
-    return value
+    found = {
+        id(each): each
+        for each in everything()
+        if type(each) is torch.ScriptObject and each is not value and _identity(each) == identity
+    }
+    return list(found.values())

@@ -92,6 +92,7 @@ def _wrapped(built: Built, graph: CapturedCall) -> Built:
         save=built.save,
         inner=built,
         self_contained=graph.tree is None,  # Between segments, the model's Python runs.
+        depends=graph.parts if graph.parts.watches or graph.tree is not None else None,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import nn
 
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
-from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights, without_memory
+from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
 from ...calls.watch import ModuleWatch
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
@@ -28,7 +28,7 @@ from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
 from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
-from ...graphs.python_state import PythonState
+from ...graphs.python_state import PythonState, place_of
 from ...graphs.reads import Read, explain
 from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
@@ -251,16 +251,18 @@ class CapturedPair(Graph):
 
     def _explain_reads(self, warmed: Warmed) -> None:
         """Have what the call reads from outside be watched, as `reads.explain`."""
-        own = (*self._owner.parameters(), *self._owner.buffers())
-        known = {id(t) for t in own} | {t.untyped_storage()._cdata for t in own if _has_memory(t)}
-        # Stand-ins took the places of those that it trains.
-        trained = [t for t in self._passes.trained if id(t) not in known]
-        read = [r for r in warmed.read if not _is_among(r.value, known)]
-        if read or trained:
+        own = [*self._owner.parameters(), *self._owner.buffers()]
+        known = set(map(id, own))
+        # Stand-ins took the places of these while the call ran.
+        others = [t for t in self._passes.trained if id(t) not in known]
+        places = {place_of(t) for t in (*own, *others) if t.layout is torch.strided}
+        read = [Read(tensor, "the call", None) for tensor in others]
+        for each in warmed.read:
+            if not isinstance(each.value, torch.Tensor) or place_of(each.value) not in places:
+                read.append(each)
+        if read:
             watch = ModuleWatch(self._owner, values=False, training=True)
-            used = {s._cdata for s in watch.memory} | {t.untyped_storage()._cdata for t in trained}
-            explain(read, watch, self._parts, self._device, used)
-            explain([Read(t, "the call", None) for t in trained], watch, self._parts, self._device)
+            explain(read, watch, self._parts, self._device)
         warmed.read.clear()
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
@@ -466,14 +468,6 @@ class CapturedPair(Graph):
         super()._retire()
         self._forget()
         self._sample = []
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and without_memory(tensor) is None
-
-
-def _is_among(value: Any, storages: Container[int]) -> bool:
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in storages
 
 
 def _with_hooks(owner: nn.Module) -> nn.Module:

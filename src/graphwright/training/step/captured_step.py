@@ -228,7 +228,6 @@ class CapturedStep(CapturedCall):
         seen = [*self._body.parameters, *grads, *self.optimizer_memory.tensors()]
         seen += [rate.tensor for rate in self._body.rates if rate.tensor is not None]
         used = {tensor.untyped_storage()._cdata for tensor in seen}
-        used |= {storage._cdata for storage in watch.memory}
         explain(self._warmed.read, watch, self.parts, self._device, used)
         self._warmed.read.clear()
 
