@@ -600,9 +600,9 @@ def assemble(
         copies = any(built.holds_weights for built in builts)
         compiled_checks.offer()
         watch = ModuleWatch(module, values=copies, audit=audit, checks=checks)
-    for built in builts if watch is not None and checks == "full" else ():
-        if built.depends is not None:
-            watch.join(built.depends)
+    if watch is not None and checks == "full":
+        for depends in filter(None, (built.depends for built in builts)):
+            watch.join(depends)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
         calls = [eager_without_grad(module, same_under_no_grad)] * len(builts)

@@ -6,9 +6,9 @@ the tensor, who refers to that, and so on up to a namespace, a class, or somethi
 already. `Held` then looks at each of these links: as long as all hold what they held, code that
 goes through them finds the same tensor.
 
-The collector does not look into all that can hold a tensor: an array of NumPy's, a structure in C. So
-the references that it shows, and those of variables of code that runs, are counted too: where the
-tensor has more, it is not known where code finds it.
+The collector does not look into all that can hold a tensor: not into an array of NumPy's, nor into
+what an extension in C keeps. So the references that it shows, and those of variables of code that
+runs, are counted too: where a tensor has more, it is not known where code finds it.
 
 A search looks at every object that the collector knows, some tenths of a second in a large process;
 it is made at captures alone, and only if something was read that nobody watches. What the program
@@ -211,9 +211,7 @@ class _Search:
     def links(self) -> list[_Link]:
         """The links on all ways from where code can begin."""
         good = self._reachable()
-        return [
-            link for links in self._links.values() for link in links if id(link.holder) in good
-        ]
+        return [link for links in self._links.values() for link in links if id(link.holder) in good]
 
     def leads_to(self, thing: Any) -> bool:
         """Whether there is a way from where code can begin."""
@@ -262,7 +260,11 @@ class _Search:
     def _passes(self, holder: Any) -> bool:
         """Whether an object is none that code could find something in."""
         cls = type(holder)  # Not isinstance(), which may ask the object for its class.
-        if id(holder) in self._skipped or cls in _PASSING or cls.__module__.partition(".")[0] == _OWN:
+        if (
+            id(holder) in self._skipped
+            or cls in _PASSING
+            or cls.__module__.partition(".")[0] == _OWN
+        ):
             return True
         if cls.__module__ == "_contextvars" or cls.__name__.startswith("hamt"):
             return True  # Its variables are asked for by name.

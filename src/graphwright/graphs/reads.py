@@ -99,9 +99,11 @@ class Reads:
         for value in leaves(result):
             if isinstance(value, torch.ScriptObject):
                 self._objects[_identity(value)] = value
-            elif isinstance(value, torch.Tensor) and id(value) not in self._found:
-                if not (_lacks_memory(value) or is_made(value)):
-                    self._views[id(value)] = value
+                continue
+            if not isinstance(value, torch.Tensor) or _lacks_memory(value):
+                continue
+            if id(value) not in self._found and not is_made(value):
+                self._views[id(value)] = value
 
     def constant(self, tensor: torch.Tensor) -> None:
         """Note a tensor that was made of values in Python's code, as by torch.tensor([1, 2])."""
@@ -177,7 +179,9 @@ def explain(
     watched = {storage._cdata for storage in watch.memory}
     for each in unseen:
         value = each.value
-        if id(each) in explained or (isinstance(value, torch.Tensor) and _is_explained(each, watched, device)):
+        if id(each) in explained or (
+            isinstance(value, torch.Tensor) and _is_explained(each, watched, device)
+        ):
             continue
         why = "Python does not show what the call gets it from."
         if not each.steady:

@@ -41,9 +41,7 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
 
 
 def _wrap_on_streams(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CapturedCall(
-        built.call, args, kwargs, streams=STREAMS, trusted=not built.plain
-    )
+    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS, trusted=not built.plain)
     made = _wrapped(built, graph)
     branches = graph.branches
     if branches < 2:
