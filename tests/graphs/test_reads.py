@@ -532,6 +532,26 @@ def test_what_the_program_has_frozen_is_searched_too(
 
 
 @pytest.mark.usefixtures("captures_pay")
+def test_a_call_that_takes_another_tensor_each_time_is_eager(device: torch.device) -> None:
+    held = [torch.full((4,), float(i), device=device) for i in range(12)]
+    find = hidden((held, []))  # and how often it was asked
+
+    def read() -> torch.Tensor:
+        tensors, asked = find()
+        asked.append(None)
+        return tensors[len(asked) % 12]  # type: ignore[no-any-return]  # a tensor
+
+    module = Scaled(read).to(device).eval()
+    call, x = gw.graph(module), torch.randn(2, 4, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            mine = call(x)
+            find()[1].pop()  # The very same again.
+            torch.testing.assert_close(mine, module(x))
+    assert call.statistics.captures == 0
+
+
+@pytest.mark.usefixtures("captures_pay")
 def test_another_view_of_a_watched_tensor_is_noticed(device: torch.device) -> None:
     module = Scaled(lambda: torch.empty(0)).to(device).eval()
     store = Store(module.layer.weight.detach()[0])

@@ -179,9 +179,9 @@ def explain(
     watched = {storage._cdata for storage in watch.memory}
     for each in unseen:
         value = each.value
-        if id(each) in explained or (
-            isinstance(value, torch.Tensor) and _is_explained(each, watched, device)
-        ):
+        if isinstance(value, torch.Tensor) and _is_explained(each, watched, device):
+            continue
+        if each.steady and id(each) in explained:
             continue
         why = "Python does not show what the call gets it from."
         if not each.steady:
