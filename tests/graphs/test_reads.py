@@ -16,6 +16,7 @@ import threading
 import types
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -217,7 +218,7 @@ def in_a_thread_local(first: torch.Tensor) -> Place:
 
 
 def in_a_logger(first: torch.Tensor) -> Place:
-    logger: Any = logging.getLogger(f"kept_{id(first)}")
+    logger: Any = logging.Logger("kept")
     logger.value = first
     return lambda: logger.value, lambda new: setattr(logger, "value", new)
 
@@ -725,3 +726,49 @@ def test_what_can_be_watched_is_captured_again(
         for _ in range(3):
             call(x)
     assert call.statistics.captures == (0 if kind in REFUSED else 2)
+
+
+class Marked(dict[int, torch.Tensor]):
+    """A dictionary with attributes."""
+
+
+@pytest.mark.parametrize("kind", ["item", "attribute", "set", "ordered", "subclass of tuple"])
+def test_links_of_containers_see_what_is_replaced(kind: str) -> None:
+    first, new = torch.zeros(2), torch.ones(2)
+    held: Any = {"set": {first}, "ordered": OrderedDict(a=0, b=first)}.get(kind, Marked())
+    if kind == "subclass of tuple":
+        held = type("Pair", (tuple,), {})((1,))
+    if kind in ("attribute", "subclass of tuple"):
+        held.value = first
+    elif kind == "item":
+        held[1] = first
+    links, leads = holders.holders_of([first], [], {id(held)})
+    watch = holders.Held([first], links)
+    assert leads == [True]
+    assert watch.unchanged()
+    if kind == "set":
+        held.update(torch.zeros(1) for _ in range(100))  # moves all of its items
+    elif kind == "ordered":
+        held.move_to_end("a")
+        held["c"] = 1
+    assert watch.unchanged()
+    if kind == "set":
+        held.remove(first)
+    elif kind == "ordered":
+        held["b"] = new
+    elif kind == "item":
+        held[1] = new
+    else:
+        held.value = new
+    assert not watch.unchanged()
+    assert "was replaced" in (watch.changed() or "")
+
+
+def test_a_search_leaves_the_variables_of_running_code_alone() -> None:
+    held = [torch.zeros(2)]
+    find = hidden(held)
+    variable = torch.ones(3)
+    reference = weakref.ref(variable)
+    assert holders.holders_of(list(find()), [], {})[1] == [True]
+    del variable
+    assert reference() is None

@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from .signature import without_memory
+
 # How far to go up, and how many objects to look at.
 _MAX_STEPS = 16
 _MAX_HOLDERS = 250
@@ -42,7 +44,7 @@ _MISSING: Any = object()
 # What holds nothing for code to find: code that runs now, and what the search itself made.
 _PASSING = (types.FrameType, types.TracebackType, types.CodeType)
 # What always holds what it was made with.
-_FIXED = (tuple, frozenset, weakref.ref, types.MethodType)
+_FIXED = (tuple, frozenset, weakref.ref, weakref.KeyedRef, types.MethodType)
 _OWN = "graphwright"
 
 
@@ -163,10 +165,8 @@ def holders_of(
         from where code can begin.
     """
     found = _Search(known, things)
-    for each in watched:
-        if isinstance(each, torch.Tensor) and each.is_leaf and each.grad is not None:
-            found.hold_gradient(each)
     found.go_up(things)
+    found.look_at_gradients(watched)
     leads = list(map(found.leads_to, things))
     if any(leads):
         unseen = _held_unseen(things)
@@ -204,9 +204,13 @@ class _Search:
             if type(node) is dict and key not in self._begins:
                 self._of_threads(node, found if key in self._links else gc.get_objects())
 
-    def hold_gradient(self, tensor: torch.Tensor) -> None:
-        """Note that a watched tensor holds its gradient, which the collector does not show."""
-        self._begin(_Link(tensor, tensor.grad, _Kind.GRADIENT))
+    def look_at_gradients(self, watched: Iterable[Any]) -> None:
+        """Note what is the gradient of a watched tensor, which the collector does not show."""
+        for each in watched:
+            if not isinstance(each, torch.Tensor) or without_memory(each) is not None:
+                continue
+            if each.is_leaf and each.grad is not None and id(each.grad) in self._nodes:
+                self._begin(_Link(each, each.grad, _Kind.GRADIENT))
 
     def links(self) -> list[_Link]:
         """The links on all ways from where code can begin."""
@@ -263,32 +267,33 @@ class _Search:
         if (
             id(holder) in self._skipped
             or cls in _PASSING
-            or cls.__module__.partition(".")[0] == _OWN
+            or str(cls.__module__).partition(".")[0] == _OWN
         ):
             return True
-        if cls.__module__ == "_contextvars" or cls.__name__.startswith("hamt"):
+        if cls is contextvars.Context or cls.__name__.startswith("hamt"):
             return True  # Its variables are asked for by name.
         if cls is types.FunctionType:
             return _is_own(holder.__globals__)
         return cls is dict and _is_own(holder)
 
     def _link(self, holder: Any, wanted: Mapping[int, Any], following: list[Any]) -> None:
-        if type(holder) is dict:
-            for key, value in list(holder.items()):
-                if id(value) in wanted:
-                    self._add(_Link(holder, value, _Kind.ITEM, key), following)
-                if id(key) in wanted:
-                    self._add(_Link(holder, key, _Kind.KEY), following)
-            return
-        if issubclass(type(holder), list | deque):
-            for index, value in enumerate(list(holder)):
-                if id(value) in wanted:
-                    self._add(_Link(holder, value, _Kind.INDEX, index), following)
-            return
-        held = gc.get_referents(holder)
-        self._skipped.add(id(held))
-        for child in {id(each): each for each in held if id(each) in wanted}.values():
-            self._add(_link_of_object(holder, child), following)
+        held = {id(each): each for each in gc.get_referents(holder) if id(each) in wanted}
+        found: list[_Link] = []
+        if issubclass(type(holder), dict):
+            for key, value in list(dict.items(holder)):
+                if id(value) in held:
+                    found.append(_Link(holder, value, _Kind.ITEM, key))
+                if id(key) in held:
+                    found.append(_Link(holder, key, _Kind.KEY))
+        elif issubclass(type(holder), list | deque):
+            for index in range(_length(holder)):
+                if id(value := _item(holder, index)) in held:
+                    found.append(_Link(holder, value, _Kind.INDEX, index))
+        for link in found:
+            held.pop(id(link.child), None)
+        # What a container holds in an attribute is none of its items.
+        for link in (*found, *(_link_of_object(holder, child) for child in held.values())):
+            self._add(link, following)
 
     def _add(self, link: _Link, following: list[Any]) -> None:
         """Note a link, and look at its holder, unless code can begin there."""
@@ -352,8 +357,8 @@ def _count_variables(frame: types.FrameType | None, shown: dict[int, int]) -> No
             for name in code.co_varnames:
                 if name not in code.co_cellvars and id(variables.get(name)) in shown:
                     shown[id(variables[name])] += 1
-            if sys.version_info < (3, 13):
-                variables.clear()  # It is a copy, which would live as long as the frame.
+            if sys.version_info < (3, 13) and not (sys.gettrace() or sys.getprofile()):
+                variables.clear()  # A copy, which lives as long as the frame. Debuggers use it.
         frame = frame.f_back
 
 
@@ -412,16 +417,26 @@ def _has_weakrefs(value: Any) -> bool:
 
 def _link_of_object(holder: Any, child: Any) -> _Link:
     """The link of something that is neither a dictionary nor a list."""
-    if issubclass(type(holder), _FIXED):
+    if type(holder) in _FIXED:
         return _Link(holder, child, _Kind.FIXED)
     if type(holder) is types.CellType:
         return _Link(holder, child, _Kind.CELL)
     for key, value in list((_attributes(holder) or {}).items()):
         if value is child:
             return _Link(holder, child, _Kind.ATTRIBUTE, key)
-    if hasattr(type(holder), "cache_info"):  # Of functools: each use changes the order.
+    # The order changes with each use of a cache of functools, and as a set grows.
+    if hasattr(type(holder), "cache_info") or issubclass(type(holder), set):
         return _Link(holder, child, _Kind.MEMBER)
     return _Link(holder, child, _Kind.INSIDE, _places(holder, child))
+
+
+def _length(holder: Any) -> int:
+    """The length of a list or deque, whatever its own class makes of that."""
+    return (list if issubclass(type(holder), list) else deque).__len__(holder)
+
+
+def _item(holder: Any, index: int) -> Any:
+    return (list if issubclass(type(holder), list) else deque).__getitem__(holder, index)
 
 
 def _attributes(holder: Any) -> dict[Any, Any] | None:
@@ -449,7 +464,7 @@ _CHECKS: Mapping[_Kind, Callable[[Any, Any, Any], object]] = {
     _Kind.FIXED: lambda holder, child, key: True,
     _Kind.ITEM: lambda holder, child, key: dict.get(holder, key, _MISSING) is child,
     _Kind.KEY: lambda holder, child, key: dict.__contains__(holder, child),
-    _Kind.INDEX: lambda holder, child, key: len(holder) > key and holder[key] is child,
+    _Kind.INDEX: lambda holder, child, key: _item(holder, key) is child,
     _Kind.ATTRIBUTE: _has_attribute,
     _Kind.CELL: lambda holder, child, key: holder.cell_contents is child,
     _Kind.CONTEXT: lambda holder, child, key: holder.get(_MISSING) is child,

@@ -27,6 +27,8 @@ from .composition import Parts, inside_part
 _REMEDY = "Pass it as an argument, or hold it in an attribute of the module."
 # Arguments of operations that are the state of a random generator: PyTorch keeps it in C++.
 _STATES = ("dropout_state",)
+# Classes of objects that say with whom to communicate and how, and hold no tensors.
+_WITHOUT_TENSORS = "__torch__.torch.classes.c10d."
 # What holds constants in C++.
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
@@ -84,6 +86,8 @@ class Reads:
             elif isinstance(value, torch.ScriptObject):
                 key = _identity(value)
                 if key in self._found or key in self._objects:
+                    continue
+                if str(value._type().qualified_name()).startswith(_WITHOUT_TENSORS):
                     continue
             else:
                 continue
