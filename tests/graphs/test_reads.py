@@ -772,3 +772,28 @@ def test_a_search_leaves_the_variables_of_running_code_alone() -> None:
     assert holders.holders_of(list(find()), [], {})[1] == [True]
     del variable
     assert reference() is None
+
+
+@pytest.mark.usefixtures("captures_pay")
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_kept_alive_once_the_graph_is_closed(way: str, device: torch.device) -> None:
+    first = torch.full((4,), 2.0, device=device)
+    read, replace = in_an_object(first)
+    reference = weakref.ref(first)
+    del first
+    module = Scaled(read).to(device)
+    x = torch.randn(2, 4, device=device)
+    if way in ("graph", "capture"):
+        made_of_it: Any = gw.graph(module.eval()) if way == "graph" else None
+        with torch.no_grad():
+            made_of_it = made_of_it or gw.capture(module.eval(), x)
+            made_of_it(x)
+    elif way == "graph_step":
+        made_of_it = gw.graph_step(step_with(module), x)
+    else:
+        made_of_it = gw.make_graphed_callables(module, (x,)).forward
+    replace(other(device))
+    assert reference() is not None
+    (made_of_it.release if way == "graph" else made_of_it.close)()
+    gc.collect()
+    assert reference() is None

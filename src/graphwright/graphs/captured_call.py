@@ -298,6 +298,8 @@ class CapturedCall(Graph):
         twin._recording = twin._inputs = twin._results = twin._watch = twin._tree = None
         twin._held, twin._origins, twin._given = [], None, None
         twin._trusted = True  # What it reads is watched by now.
+        twin.parts = Parts()
+        twin.parts.settle()
         twin._known, twin._candidates = [*self._known], [*self._candidates]
         twin.places = [*self.places]
         # What runs works on copies of them.
@@ -1010,6 +1012,7 @@ class CapturedCall(Graph):
         self._warmed = None
         self._tree = None
         self._sample = []
+        self.parts.let_go()
         self._outside = set()  # These addresses may now belong to other memory.
 
 

@@ -93,6 +93,12 @@ class Parts:
         self._watches[id(held)] = held
         self._held.append(held)
 
+    def let_go(self) -> None:
+        """Look at these places no more, and keep alive no longer what is there."""
+        for held in self._held:
+            del self._watches[id(held)]
+        self._held = []
+
     def covers(self, value: Any) -> bool:
         """Whether the capture's owner looks at where something was found."""
         return any(held.covers(value) for held in self._held)

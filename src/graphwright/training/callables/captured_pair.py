@@ -467,6 +467,7 @@ class CapturedPair(Graph):
         self._recording = None
         super()._retire()
         self._forget()
+        self._parts.let_go()
         self._sample = []
 
 
