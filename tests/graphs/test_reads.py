@@ -30,6 +30,9 @@ from torch import nn
 import graphwright as gw
 from graphwright.calls import holders
 from graphwright.graphs import reads
+from graphwright.strategies.base import AVAILABLE
+from graphwright.strategies.runners import GRAPH
+from graphwright.tuning.tuner import Tuning
 
 Read = Callable[[], torch.Tensor]
 Replace = Callable[[torch.Tensor], object]
@@ -797,3 +800,26 @@ def test_nothing_is_kept_alive_once_the_graph_is_closed(way: str, device: torch.
     (made_of_it.release if way == "graph" else made_of_it.close)()
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("kind", [in_an_object, in_a_bounded_cache, in_an_array])
+def test_what_tune_captures_of_the_model_itself_is_looked_at_too(
+    kind: Callable[[torch.Tensor], Place], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = {(id(GRAPH), device.type): (GRAPH, AVAILABLE)}
+    monkeypatch.setattr("graphwright.strategies.base._probed", probed)
+    module, replace = made(kind, device)
+    x = torch.randn(2, 4, device=device)
+    tuning = Tuning(module.eval(), (x,), strategies=["eager+graph"], remember=False)
+    tuning.run()
+    candidate = next(c for c in tuning.asked.candidates if c.name == "eager+graph")
+    if kind in REFUSED:
+        with pytest.raises(gw.StrategyFailed, match="nobody could see replaced"):
+            candidate.build(module, (x,), {})
+        return
+    tuned = tuning._tuned("eager+graph", [candidate.build(module, (x,), {})])
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(x), module(x))
+        replace(other(device))
+        torch.testing.assert_close(tuned(x), module(x))
+    assert tuned.calls == {"tuned": 1, "eager: the module changed": 1}
