@@ -263,6 +263,8 @@ class _Search:
 
     def _passes(self, holder: Any) -> bool:
         """Whether an object is none that code could find something in."""
+        if id(holder) in self._known:
+            return False
         cls = type(holder)  # Not isinstance(), which may ask the object for its class.
         if (
             id(holder) in self._skipped
