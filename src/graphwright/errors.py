@@ -114,6 +114,18 @@ def user_frame(error: BaseException) -> str | None:
     return None
 
 
+def current_place() -> str | None:
+    """`file:line` of the user's code that is running now."""
+    frame = sys._getframe(1)
+    while frame is not None and (
+        not is_the_user_s(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<")
+    ):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 class FallbackWarning(RuntimeWarning):
     """What graphwright made answers a kind of call by the model itself, eagerly."""
 

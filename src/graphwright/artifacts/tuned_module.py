@@ -37,6 +37,7 @@ from ..graphs.composition import (
     Parts,
     apart_from_capture,
     parts_of_capture,
+    running_part,
     warn_if_traced,
     warn_of_lost_gain,
 )
@@ -495,7 +496,7 @@ class TunedModule(ModuleProxy):
         name = f"what tune() made of {type(choice.module).__name__} ({choice.report.chosen})"
         assert choice.watch is not None
         parts.add(name, choice.watch, built.packed)
-        with torch.no_grad():
+        with torch.no_grad(), running_part():
             return built.call(*mine, **named)
 
     def explain(self) -> str:
@@ -602,6 +603,9 @@ def assemble(
         copies = any(built.holds_weights for built in builts)
         compiled_checks.offer()
         watch = ModuleWatch(module, values=copies, audit=audit, checks=checks)
+    if watch is not None and checks == "full":
+        for depends in filter(None, (built.depends for built in builts)):
+            watch.join(depends)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
         calls = [eager_without_grad(module, same_under_no_grad)] * len(builts)

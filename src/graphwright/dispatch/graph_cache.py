@@ -351,7 +351,7 @@ class GraphCache:
         state = self.state()
         self._hide(graph)
         state.is_used = True
-        if graph.parts.names or graph.tree is not None:  # A new path may run others.
+        if graph.parts.watches or graph.tree is not None:  # A new path may run others.
             state.watch.join(graph.parts)
         effects = graph.mutates or graph.random or graph.has_effects
         pure = not (effects or graph.tree is not None)

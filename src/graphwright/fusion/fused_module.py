@@ -40,6 +40,7 @@ from ..graphs.composition import (
     Parts,
     apart_from_capture,
     parts_of_capture,
+    running_part,
     warn_if_traced,
     warn_of_lost_gain,
 )
@@ -345,7 +346,8 @@ class FusedModule(ModuleProxy):
             return fusion.module(*args, **kwargs)
         fusion.calls["fused, inside of a capture"] += 1
         parts.add(f"what fuse() made of {type(fusion.module).__name__}", fusion.watch, fused.packed)
-        return fused.call(*args, **kwargs)
+        with running_part():
+            return fused.call(*args, **kwargs)
 
     def explain(self) -> str:
         """What was fused where, what was left as it is and why, and how the calls went."""

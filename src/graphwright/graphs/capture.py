@@ -114,6 +114,7 @@ def refusal_of(
     try:
         graph = CapturedCall(fn, args, kwargs)
         graph.warm(rehearse=rehearse)
+        graph.explain_reads()
     except CaptureError as error:
         return error
     finally:

@@ -47,6 +47,7 @@ from .marks import mark, wanted
 from .memory import MemoryPool, MemoryPrediction, pool_of_one_graph, pool_problem
 from .python_state import PythonState
 from .random_state import put_state
+from .reads import explain
 from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
@@ -94,6 +95,7 @@ class CapturedCall(Graph):
         places: Sequence[Place] = (),
         streams: int = 1,
         may_look: bool = True,
+        trusted: bool = False,
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -110,6 +112,7 @@ class CapturedCall(Graph):
             places: attributes and items to which other calls of the function write.
             streams: as for `capture`.
             may_look: whether segments are taken in place of one graph where they are faster.
+            trusted: whether the owner looks at all that the function reads from outside.
 
         Raises:
             OptionError: an option is invalid.
@@ -145,6 +148,7 @@ class CapturedCall(Graph):
         self._breaks = breaks
         self._streams = streams
         self._may_look = may_look
+        self._trusted = trusted
         # Without keyword arguments and containers, the leaves are the arguments themselves.
         # Attributes and items outside of it that each run writes to, once they are known; those
         # that it may write to; and what the module holds.
@@ -296,6 +300,9 @@ class CapturedCall(Graph):
         twin.state, twin._evictable = GraphState.WARMING, False
         twin._recording = twin._inputs = twin._results = twin._watch = twin._tree = None
         twin._held, twin._origins, twin._given = [], None, None
+        twin._trusted = True  # What it reads is watched by now.
+        twin.parts = Parts()
+        twin.parts.settle()
         twin._known, twin._candidates = [*self._known], [*self._candidates]
         twin.places = [*self.places]
         # What runs works on copies of them.
@@ -558,6 +565,8 @@ class CapturedCall(Graph):
 
     def _update_from_tree(self, tree: SegmentTree) -> None:
         """Take over what a new path through the segments may need."""
+        if tree.read:
+            self._explain_path(tree)
         self.mutates = self.mutates or tree.mutates
         self.random = self.random or tree.random
         if len(tree.external) != self._tree_outside:
@@ -857,13 +866,40 @@ class CapturedCall(Graph):
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
             self._set_recording(recording, before, prediction.nbytes)
-        unwatched = hidden([*self.places, *carried_by(self._fn)])
-        self._watch = ModuleWatch(self._module, values=False, hidden=unwatched)
-        if self.parts.names or self._results is None:  # A new path may run others.
+        self._watch = self._new_watch()
+        self._explain_reads(self._watch)
+        if self.parts.watches or self._results is None:  # A new path may run others.
             self._watch.join(self.parts)
         if self._results is None:
             # A new path may use any of these.
             self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
+
+    def _new_watch(self) -> ModuleWatch:
+        """Begin to watch what the call depends on."""
+        unwatched = hidden([*self.places, *carried_by(self._fn)])
+        return ModuleWatch(self._module, values=False, hidden=unwatched)
+
+    def explain_reads(self) -> None:
+        """After `warm`: raise CaptureError where `record` would for what the call reads."""
+        self._explain_reads(self._new_watch())
+
+    def _explain_reads(self, watch: ModuleWatch) -> None:
+        """Have what the call reads from outside be watched, as `reads.explain`."""
+        assert self._warmed is not None
+        if not self._trusted:
+            explain(self._warmed.read, watch, self.parts, self._device)
+        self._warmed.read.clear()
+
+    def _explain_path(self, tree: SegmentTree) -> None:
+        """The same for a new path through the segments; give them up where nobody could watch."""
+        read, tree.read = tree.read, []
+        watched = {storage._cdata for storage in self._watch.memory} if self._watch else set()
+        try:
+            if self._watch is not None and not self._trusted:
+                explain(read, self._watch, self.parts, self._device, watched)
+        except CaptureError as error:
+            let_go(error)
+            tree.given_up = CaptureError(error.what, where=error.where, remedy=error.remedy)
 
     def _record_segments(
         self, tree: SegmentTree, inputs: StaticInputs, recorder: Recorder
@@ -979,6 +1015,7 @@ class CapturedCall(Graph):
         self._warmed = None
         self._tree = None
         self._sample = []
+        self.parts.let_go()
         self._outside = set()  # These addresses may now belong to other memory.
 
 

@@ -20,8 +20,9 @@ from torch.overrides import _pop_mode as pop_function_mode
 from torch.overrides import _push_mode as push_function_mode
 from torch.utils import _python_dispatch as dispatch
 
+from ..calls.holders import Held
 from ..calls.signature import inside_transform
-from ..calls.watch import ModuleWatch
+from ..calls.watch import ModuleWatch, Watched
 from ..errors import levels_above
 
 # How often a capture begins again since a part has to be set up before.
@@ -32,6 +33,8 @@ class _Thread(threading.local):
     """What this thread is inside of: what parts join in the capture, if its owner looks at them."""
 
     parts: Parts | None = None
+    # How many parts it is inside of, one in another.
+    depth = 0
 
 
 _THREAD = _Thread()
@@ -59,7 +62,8 @@ class Parts:
     def __init__(self) -> None:
         self.names: list[str] = []
         self._packed: dict[int, torch.Tensor] = {}
-        self._watches: dict[int, ModuleWatch] = {}
+        self._watches: dict[int, Watched] = {}
+        self._held: list[Held] = []
         self._set_ups = _MAX_SET_UPS
         self._lost: list[tuple[Any, str, str]] = []
 
@@ -83,6 +87,26 @@ class Parts:
         if not self.has(watch):
             self._watches[id(watch)] = watch
             self.names.append(name)
+
+    def watch(self, held: Held) -> None:
+        """Have the capture's owner look at where the capture found what nobody else watches."""
+        self._watches[id(held)] = held
+        self._held.append(held)
+
+    def let_go(self) -> None:
+        """Look at these places no more, and keep alive no longer what is there."""
+        for held in self._held:
+            del self._watches[id(held)]
+        self._held = []
+
+    def covers(self, value: Any) -> bool:
+        """Whether the capture's owner looks at where something was found."""
+        return any(held.covers(value) for held in self._held)
+
+    @property
+    def watches(self) -> bool:
+        """Whether there is anything that the capture's owner has to look at."""
+        return bool(self._watches)
 
     def has(self, watch: ModuleWatch) -> bool:
         """Whether what it watches has joined, so that the capture's owner looks at it."""
@@ -137,6 +161,21 @@ class Parts:
 def parts_of_capture() -> Parts | None:
     """What a part inside of a capture joins; None where it has to step aside."""
     return _THREAD.parts
+
+
+@contextlib.contextmanager
+def running_part() -> Iterator[None]:
+    """Run what a part was made into: what that reads, the part itself looks at."""
+    _THREAD.depth += 1
+    try:
+        yield
+    finally:
+        _THREAD.depth -= 1
+
+
+def inside_part() -> bool:
+    """Whether what runs now is what a part was made into."""
+    return _THREAD.depth > 0
 
 
 def packed(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from ..errors import CaptureError
 from .composition import packed
 from .host_draws import HostDraws
 from .random_state import put_state
+from .reads import Reads
 
 # How many of the largest tensors are kept for memory predictions.
 _LARGEST = 3
@@ -74,7 +75,10 @@ class Journal(OperationMode):
         reads: whether the host had to see values of tensors.
         waits: whether it had to wait for another device for that.
         caught: an operation whose error went by values, and which the work may have caught.
+        reads_of: notes what operations take from outside, one by one; None where nobody asks.
     """
+
+    reads_of: Reads | None = None
 
     def __init__(self, copies: Copies | None = None) -> None:
         super().__init__()
@@ -122,6 +126,8 @@ class Journal(OperationMode):
         self.drew(func, args, kwargs, result)
         for tensor in tensors(result):
             self.made(tensor)
+        if self.reads_of is not None:
+            self.reads_of.after(result, self.is_known)
         return result
 
     def expect(self, generators: Iterable[torch.Generator]) -> None:
@@ -170,6 +176,8 @@ class Journal(OperationMode):
             self.reads = True
             self.waits = self.waits or any(t.device.type != "cpu" for t in tensors((args, kwargs)))
         self.draws.use((args, kwargs))
+        if self.reads_of is not None:
+            self.reads_of.before(func, (args, kwargs), self.is_known)
         for tensor in tensors((args, kwargs)):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.read(tensor)
@@ -232,6 +240,10 @@ class Journal(OperationMode):
     def is_made(self, tensor: torch.Tensor) -> bool:
         """Whether the run made a tensor's memory."""
         return tensor.untyped_storage()._cdata in self._made
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Whether the run, or what it goes on from, made a tensor's memory."""
+        return self.is_made(tensor)
 
     def made(self, tensor: torch.Tensor) -> None:
         """Note a tensor that an operation returned; it is new unless it is a view of another."""

@@ -199,6 +199,10 @@ class PythonState:
             if without_memory(alias) is None
         )
 
+    def reaches(self, value: Any) -> bool:
+        """Whether the module held something before the first run."""
+        return id(value) in self._kept.found.visits
+
     def changed(self) -> str | None:
         """The name of something that has changed since the beginning; None if nothing has."""
         return next((name for name, *_ in _changes(self._kept, _Snapshot(self._module))), None)

@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .host_draws import OTHER_SEED, Draw, UsesOf, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
 from .python_state import PythonState, StateChanges
 from .random_state import put_seed, put_state
+from .reads import Read, Reads
 from .recorder import Allocate, Recorder
 from .static_tensors import StaticInputs, refuse_results
 from .transaction import let_go
@@ -73,6 +74,7 @@ class Warmed:
         contributors: its largest tensors, as (what, bytes).
         looks_in_eager: whether libraries read values in eager mode and run fewer operations then,
             but read none in a capture.
+        read: what operations took from outside; only until it is known who watches it.
     """
 
     mutated: tuple[int, ...]
@@ -84,6 +86,7 @@ class Warmed:
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
     looks_in_eager: bool = False
+    read: list[Read] = field(default_factory=list)
 
 
 def warm(
@@ -126,15 +129,15 @@ def warm(
     comparison = Comparison() if comparison is None else comparison
     trial = _ObservedRuns(work, sample, recorder, python_state, comparison, copies)
     eager, first, set_up, written_eagerly = trial.eager()
-    # Not the inputs, whose memory may be gone.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     _refuse_caught(first)
-    made, first_draws = first.made_storages, first.draws
+    made, first_draws, used = first.made_storages, first.draws, first.external
     as_eager = None if first.reads or may_run_otherwise else first.sequence
     read_in = first.count if first.reads else None
     del first
     inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
+    journal.reads_of = reads = Reads(python_state.reaches)
     put_back, before = False, questions()
     try:
         with recorder.warming(), compilers_off(), journal:
@@ -152,6 +155,11 @@ def warm(
                 else "The call writes to other arguments in its second run than in its first.",
                 remedy="Let each run write to the same arguments, or to none.",
             )
+        if not told:  # Else it may well have gone another way.
+            reads.compare(used, made)
+        read = reads.left([inputs.tensor(slot) for slot in inputs.slots])
+        del used, reads
+        journal.reads_of = None
         if journal.continues_from(made):
             raise StateChanges(
                 "The call makes a tensor in its first run that later runs change; a graph would "
@@ -250,6 +258,7 @@ def warm(
         segments=segments,
         contributors=journal.largest(),
         looks_in_eager=looks,
+        read=read,
     )
 
 
@@ -375,6 +384,8 @@ class _ObservedRuns:
             slots = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         finally:
             journal.undo()
+        for slot in inputs.slots:
+            journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
         if self._copies is not None:
             self._recorder.tidy()  # The next run needs blocks of other sizes.
         return kept, journal, written, slots

@@ -21,6 +21,7 @@ from torch import nn
 
 from ..calls.modules import FunctionModule, innermost
 from ..calls.signature import Args, Kwargs
+from ..calls.watch import Watched
 from ..errors import StrategyFailed, first_line, user_frame
 
 
@@ -66,6 +67,7 @@ class Built:
         packed: constants in a library's layout.
         self_contained: whether it runs no Python of the model's, whatever becomes of that. Then it
             may be called before anyone looks whether the model has changed.
+        depends: notices changes of what it reads and a watch of the model does not see.
     """
 
     call: Callable[..., Any]
@@ -79,6 +81,7 @@ class Built:
     inner: Built | None = None
     packed: Sequence[torch.Tensor] = ()
     self_contained: bool = False
+    depends: Watched | None = None
 
     def inside_of_capture(self, device: torch.device) -> Built | None:
         """What a capture on a device runs in its place; None where no graph can hold it."""

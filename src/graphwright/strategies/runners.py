@@ -29,12 +29,19 @@ def _probe(device: torch.device) -> Availability:
 
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CapturedCall(built.call, args, kwargs, breaks="auto" if built.plain else "never")
+    # What was built of the model holds constants of its own; its owner watches the model.
+    graph = CapturedCall(
+        built.call,
+        args,
+        kwargs,
+        breaks="auto" if built.plain else "never",
+        trusted=not built.plain,
+    )
     return _wrapped(built, graph)
 
 
 def _wrap_on_streams(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS)
+    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS, trusted=not built.plain)
     made = _wrapped(built, graph)
     branches = graph.branches
     if branches < 2:
@@ -83,6 +90,7 @@ def _wrapped(built: Built, graph: CapturedCall) -> Built:
         save=built.save,
         inner=built,
         self_contained=graph.tree is None,  # Between segments, the model's Python runs.
+        depends=graph.parts if graph.parts.watches or graph.tree is not None else None,
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ...calls.operations import tensors, written
-from ...errors import CaptureError, first_line
+from ...errors import CaptureError, current_place, first_line
 from ..static_tensors import StaticInputs
 from .steps import New, Step, bytes_of
-from .tracer import Differs, Tracer, current_place
+from .tracer import Differs, Tracer
 
 
 class ObservingTracer(Tracer):

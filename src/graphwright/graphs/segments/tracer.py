@@ -12,7 +12,6 @@ operation that a dispatch mode sees.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -36,7 +35,7 @@ from ...calls.operations import (
     written,
 )
 from ...calls.signature import SCALARS, describe
-from ...errors import CaptureError, is_the_user_s
+from ...errors import CaptureError, current_place
 from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal
 from ..static_tensors import Geometry, StaticInputs
@@ -76,18 +75,6 @@ class Differs(Untraceable):
             remedy="A graph cannot hold what depends on anything but the arguments, the module and "
             "the values that are read from the device: pass it as an argument.",
         )
-
-
-def current_place() -> str | None:
-    """`file:line` of the user's code that is running now."""
-    frame = sys._getframe(1)
-    while frame is not None and (
-        not is_the_user_s(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<")
-    ):
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class Tracer(Journal):
@@ -170,6 +157,8 @@ class Tracer(Journal):
         constant = func is torch.ops.aten.lift_fresh.default
         if constant:
             func = torch.ops.aten.clone.default  # A constant: the call may write to its own copy.
+            if self.reads_of is not None:
+                self.reads_of.constant(args[0])
         given = tensors((args, kwargs))
         if self._is_on_host(given, kwargs):
             return self._run_on_host(func, args, kwargs, constant=constant)
@@ -255,6 +244,10 @@ class Tracer(Journal):
             for number, reference in self._living.items()
             if not reference.expired() and number not in self._lost
         }
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """As `Journal.is_known`: earlier runs have made memory, too."""
+        return tensor.untyped_storage()._cdata in self.numbers or self.is_made(tensor)
 
     def read(self, tensor: torch.Tensor) -> None:
         """As `Journal.read`, for memory that the call did not make."""

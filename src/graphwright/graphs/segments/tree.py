@@ -22,6 +22,7 @@ from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..host_draws import Draw, draw_others, is_foreign, repeat
 from ..memory import MemoryPool, format_bytes
+from ..reads import Read, Reads
 from ..recorder import Interrupted, Recorder
 from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy, is_dense
 from ..transaction import let_go, transaction
@@ -90,6 +91,7 @@ class SegmentTree:
         calls: how many calls were answered.
         went_on: whether the last one went on eagerly, so that Python has done what it does.
         paths: how many paths were recorded.
+        read: what a new path took from outside, until it is known who watches it.
     """
 
     inputs: StaticInputs
@@ -113,6 +115,8 @@ class SegmentTree:
         self.went_on = False
         self.paths = 0
         self.places = list(places)
+        self.read: list[Read] = []
+        self._read_now: list[Read] = []
         self._module = module
         self._pool = pool
         self._device = device
@@ -331,6 +335,7 @@ class SegmentTree:
                 # A replay would not move it.
                 if not has_moved():
                     self._extend(node, arrival, observer, mutated, work, make_room, results)
+                self._read_now = []
                 return made
             if following.targets:
                 following.enter(result)
@@ -392,6 +397,7 @@ class SegmentTree:
         known = [*node.known(), arrival]
         observer = ObservingTracer(known, copies, inputs, self._device, self._unrecordable)
         observer.expect({*self.generators, *default_generators(self._device)})
+        observer.reads_of = reads = Reads()
         try:
             with as_captured(), observer.seen():
                 tree = work(inputs)
@@ -409,6 +415,7 @@ class SegmentTree:
                     self._made(StaticOutputs(tree, inputs, set()), leaves, None).happen(given_now())
             raise
         mutated = self._write_back(observer, inputs, leaves)
+        self._read_now = reads.left([inputs.tensor(slot) for slot in inputs.slots])
         observer.drop_unused_generators()
         self.mutates = self.mutates or observer.wrote_outside
         self.random = self.random or bool(observer.generators)
@@ -496,6 +503,7 @@ class SegmentTree:
             finally:
                 observer.exchange()
             node.break_.after[arrival.key] = path.nodes[0]
+            self.read += self._read_now
             for step in (arrival, *observer.script):
                 step.real = ()
             for made in path.nodes:

@@ -24,10 +24,12 @@ from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weig
 from ...calls.watch import ModuleWatch
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
+from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
 from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
-from ...graphs.python_state import PythonState
+from ...graphs.python_state import PythonState, place_of
+from ...graphs.reads import Read, explain
 from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
@@ -123,6 +125,8 @@ class CapturedPair(Graph):
         self._watch: ModuleWatch | None = None
         self._outside: set[int] = set()
         self._written: list[torch.Tensor] = []
+        # What it reads beside what its module reaches.
+        self._parts = Parts()
 
     @property
     def no_backward(self) -> str | None:
@@ -143,6 +147,8 @@ class CapturedPair(Graph):
     def watch(self) -> None:
         """Begin to notice changes that make the graphs outdated."""
         self._watch = ModuleWatch(self._owner, values=False, training=True)
+        if self._parts.watches:
+            self._watch.join(self._parts)
         self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
         known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
         self._parameters = list(known.values())
@@ -229,6 +235,7 @@ class CapturedPair(Graph):
                 self._sets.append(self._record_set(self._sample, warmed))
                 if self.pool._over_limit(before):
                     raise self.pool._exceeded(self, prediction)
+                self._explain_reads(warmed)
             except BaseException as error:
                 self._retire()
                 let_go(error)
@@ -241,6 +248,22 @@ class CapturedPair(Graph):
             self._sample = []
             self.state = GraphState.READY
             self.pool._add(self)
+
+    def _explain_reads(self, warmed: Warmed) -> None:
+        """Have what the call reads from outside be watched, as `reads.explain`."""
+        own = [*self._owner.parameters(), *self._owner.buffers()]
+        known = set(map(id, own))
+        # Stand-ins took the places of these while the call ran.
+        others = [t for t in self._passes.trained if id(t) not in known]
+        places = {place_of(t) for t in (*own, *others) if t.layout is torch.strided}
+        read = [Read(tensor, "the call", None) for tensor in others]
+        for each in warmed.read:
+            if not isinstance(each.value, torch.Tensor) or place_of(each.value) not in places:
+                read.append(each)
+        if read:
+            watch = ModuleWatch(self._owner, values=False, training=True)
+            explain(read, watch, self._parts, self._device)
+        warmed.read.clear()
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
         recorder = self.pool._recorder_for(self._device)
@@ -444,6 +467,7 @@ class CapturedPair(Graph):
         self._recording = None
         super()._retire()
         self._forget()
+        self._parts.let_go()
         self._sample = []
 
 

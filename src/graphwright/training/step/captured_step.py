@@ -15,6 +15,7 @@ from ...calls.watch import ModuleWatch
 from ...graphs.captured_call import CapturedCall
 from ...graphs.journal import Copies, users_of
 from ...graphs.memory import MemoryPool, MemoryPrediction
+from ...graphs.reads import explain
 from ...graphs.static_tensors import StaticInputs
 from ...graphs.warmup import Comparison, different_result, rounding_of
 from .body import Body, Grads, Usage, set_grads
@@ -210,10 +211,25 @@ class CapturedStep(CapturedCall):
             # Other graphs must not use the memory that this one's gradients lie in.
             with self.pool._recorder_for(self._device).apart():
                 super().record()
-        self._watch = ModuleWatch(self._module, values=False, training=True)
+        self._watch = self._new_watch()
+        if self.parts.watches:
+            self._watch.join(self.parts)
         self._seen = self._unwatched()
         self._users = self.users()
         ALL_STEPS.add(self)
+
+    def _new_watch(self) -> ModuleWatch:
+        return ModuleWatch(self._module, values=False, training=True)
+
+    def _explain_reads(self, watch: ModuleWatch) -> None:
+        """As for a call; gradients and the optimizers' memory are looked at by the step itself."""
+        assert self._warmed is not None
+        grads = [grad for grad in self.start.values() if grad is not None]
+        seen = [*self._body.parameters, *grads, *self.optimizer_memory.tensors()]
+        seen += [rate.tensor for rate in self._body.rates if rate.tensor is not None]
+        used = {tensor.untyped_storage()._cdata for tensor in seen}
+        explain(self._warmed.read, watch, self.parts, self._device, used)
+        self._warmed.read.clear()
 
     def _drains(self, inputs: StaticInputs, tree: Any) -> list[torch.Tensor]:
         results, ends = tree

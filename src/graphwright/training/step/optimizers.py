@@ -341,6 +341,10 @@ class OptimizerMemory:
             values = [value for _, state in theirs for value in state.values()]
             self._expected.append((optimizer, [p for p, _ in theirs], values))
 
+    def tensors(self) -> list[torch.Tensor]:
+        """One tensor for each piece of it."""
+        return [mine for _, mine in self._memory.values()]
+
     def intact(self) -> bool:
         """Whether all tensors are still in this memory."""
         here = self._intact()
