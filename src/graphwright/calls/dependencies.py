@@ -30,6 +30,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .introspection import StandIn
 from .signature import SCALARS, describe, without_memory
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -111,21 +112,6 @@ _MAKE_INSTANCES = frozenset(("__init__", "__new__"))
 # CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
 _IMMUTABLE = 1 << 8
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
-
-
-class StandIn:
-    """Stands for a module or function, and computes the same results in another way.
-
-    Attributes:
-        _graphwright_trains: whether what was gained counts for training too.
-    """
-
-    __slots__ = ()
-    _graphwright_trains = True
-
-    @property
-    def _graphwright_stands_for(self) -> Any:
-        raise NotImplementedError
 
 
 class Name(NamedTuple):

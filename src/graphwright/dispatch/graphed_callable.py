@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.dependencies import StandIn
+from ..calls.introspection import FunctionStandIn
 from ..calls.modes import opaque
 from ..calls.objects import apart, detached, objects_key
 from ..calls.options import (
@@ -116,7 +116,7 @@ _BUSY_S = 0.01
 _TOLD_BY_REASON = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
 
 
-class GraphedCallable(StandIn):
+class GraphedCallable(FunctionStandIn):
     """A function or module whose calls are answered by graphs; made by `graph()`.
 
     A graph is captured at the first call of each signature, or ahead of time by `prepare()`.

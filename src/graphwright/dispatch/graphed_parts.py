@@ -24,8 +24,8 @@ from ..calls.dependencies import (
     FORWARD_HOOKS,
     GLOBAL_FORWARD_HOOKS,
     Dependencies,
-    StandIn,
 )
+from ..calls.introspection import FunctionStandIn, StandIn
 from ..calls.modes import opaque
 from ..calls.signature import Args, Kwargs
 from ..graphs.graph import Graph
@@ -193,7 +193,7 @@ class _Thread(threading.local):
     busy = False
 
 
-class _Part(StandIn):
+class _Part(FunctionStandIn):
     """Stands for the forward of a submodule, and answers calls of threads that are with parts."""
 
     def __init__(self, module: nn.Module, graphs: PartGraphs) -> None:

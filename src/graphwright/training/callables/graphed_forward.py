@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...calls.dependencies import StandIn
+from ...calls.introspection import FunctionStandIn
 from ...calls.modes import opaque
 from ...calls.modules import FunctionModule
 from ...calls.signature import CallSignature, inside_transform
@@ -47,7 +46,7 @@ class TrainingCallStatistics:
     eager: Counter[str] = field(default_factory=Counter)
 
 
-class GraphedForward(StandIn):
+class GraphedForward(FunctionStandIn):
     """A function, or the forward of a module, whose calls are answered by graphs.
 
     Attributes:
@@ -86,7 +85,6 @@ class GraphedForward(StandIn):
         self._refused: list[tuple[CallSignature, bool]] = []
         self._warned: set[str] = set()
         self._ever_trained: list[torch.Tensor] = []
-        functools.update_wrapper(self, self.original, updated=())
 
     @property
     def original(self) -> Callable[..., Any]:
