@@ -39,10 +39,12 @@ _HOLDERS = ("_parameters", "_buffers", "_modules")
 GLOBAL_FORWARD_HOOKS = tuple(f"_global{kind}" for kind in FORWARD_HOOKS)
 GLOBAL_HOOKS = (*GLOBAL_FORWARD_HOOKS, *(f"_global{kind}" for kind in BACKWARD_HOOKS))
 # Attributes that are not watched. Every module has the first ones, and no inference depends on
-# them. PyTorch and transformers attach the others when they compile, trace or load a module.
+# them. PyTorch, transformers and accelerate attach the others when they compile, trace, load or
+# prepare a module.
 _IGNORED = {
     *vars(nn.Module()),
     "_is_hf_initialized",
+    "_is_accelerate_prepared",
     "_compiled_call_impl",
     "_is_torch_compile",
     "__jit_unused_properties__",

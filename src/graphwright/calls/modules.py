@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
-from ..errors import levels_above
+from ..errors import OptionError, levels_above
 from .dependencies import Called, Dependencies
 from .introspection import StandIn, attribute_of, describe_as, may_be_looked_up, signature_of
 from .modes import opaque
@@ -98,6 +99,8 @@ class ModuleProxy(nn.Module, StandIn):
         inner = module._innermost if isinstance(module, ModuleProxy) else module
         object.__setattr__(self, "_innermost", inner)
         object.__setattr__(self, "_described", None)
+        if isinstance(inner, FunctionModule) and isinstance(inner._function, types.MethodType):
+            _watch_assignments()
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -127,7 +130,7 @@ class ModuleProxy(nn.Module, StandIn):
         """Answer a call of `forward`."""
         original = self._original
         if "forward" in vars(original):  # Somebody has wrapped this proxy and set the wrapper.
-            return type(original).forward(original, *args, **kwargs)
+            return forward_of_class(original)(*args, **kwargs)
         return self(*args, **kwargs)
 
     def _looking_alike(self) -> types.FunctionType:
@@ -167,10 +170,12 @@ class ModuleProxy(nn.Module, StandIn):
         if name in _OWN or name in _OF_TORCH_COMPILE:
             raise AttributeError(name)
         # Methods of the module's class; what they call is the module, not this object.
+        inner = self._innermost
         try:
+            if isinstance(inner, FunctionModule) and name.startswith("__"):
+                raise AttributeError(name)  # A module has it, too.
             found = getattr(self._original, name)
         except AttributeError:
-            inner = self._innermost
             if not isinstance(inner, FunctionModule) or not may_be_looked_up(name):
                 raise
             found = attribute_of(self, inner._function, name)
@@ -202,6 +207,38 @@ class ModuleProxy(nn.Module, StandIn):
 
     def __getitem__(self, index: Any) -> Any:
         return self._original[index]  # type: ignore[index]  # a Sequential has items
+
+
+def forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward as its class defines it, whatever has been set on the module."""
+    kind = type(module)
+    defined = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    found: Callable[..., Any] = defined.__get__(module, kind)  # It may be a static method.
+    return found
+
+
+def _refuse_assignment(owner: nn.Module, name: str, value: nn.Module | None) -> None:
+    """Raise OptionError where what stands for a method is assigned to the module of the method.
+
+    nn.Module keeps it among its submodules, where no call finds it: the class has the method.
+    """
+    if not isinstance(value, ModuleProxy) or not hasattr(type(owner), name):
+        return
+    inner = value._innermost
+    if isinstance(inner, FunctionModule) and owner in inner._modules.values():
+        kind = type(owner).__name__
+        raise OptionError(
+            f"{name} of {kind} cannot be replaced by a {type(value).__name__}, a module: PyTorch "
+            "would register it as a submodule, and calls would not find it.",
+            remedy=f"Use the {kind} itself (model = graphwright.fuse(model), say) in its place, or "
+            f"assign a graph of it: model.{name} = graphwright.graph(model.{name}).",
+        )
+
+
+@functools.cache
+def _watch_assignments() -> None:
+    """Let such assignments be refused; only programs that could make one pay for it."""
+    nn_module.register_module_module_registration_hook(_refuse_assignment)
 
 
 def _like(function: Callable[..., Any]) -> types.FunctionType:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...calls.introspection import FunctionStandIn
 from ...calls.modes import opaque
-from ...calls.modules import FunctionModule
+from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
 from ...dispatch.graphed_callable import OnMiss
 from ...errors import GraphwrightError, SignatureError, levels_above
@@ -91,8 +91,8 @@ class GraphedForward(FunctionStandIn):
         """The callable without graphs."""
         if self._replaced is not None:
             return self._replaced
-        forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)  # type: ignore[union-attr]  # a module, where nothing was replaced
-        return forward
+        assert self._module is not None
+        return forward_of_class(self._module)
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -222,8 +222,8 @@ class GraphedForward(FunctionStandIn):
         return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> Any:
-        if self._module is None:
-            return copy.copy, (self.original,)
+        if self._replaced is not None:
+            return _itself, (self._replaced,)
         return getattr, (self._module, "forward")
 
     def _why_original(self) -> str | None:
@@ -306,3 +306,8 @@ class GraphedForward(FunctionStandIn):
             f"{self!r} runs a call without graphs: {error.what}", stacklevel=levels_above()
         )
         return result
+
+
+def _itself(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What a pickle of a graphed function is read as: the function, without graphs."""
+    return fn
