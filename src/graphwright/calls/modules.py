@@ -30,6 +30,10 @@ _OUR_PACKAGE = f"{__name__.partition('.')[0]}."
 # own; and those that make a call, which are the proxy's.
 _BY_NAME = frozenset(("get_submodule", "set_submodule", "get_parameter", "get_buffer"))
 _OF_CALLS = frozenset(("_call_impl", "_slow_forward", "_wrapped_call_impl", "forward"))
+# Methods that transformers and Lightning call of a model, and that call the model in turn.
+_CALL_THE_MODULE = frozenset(
+    ("generate", "training_step", "validation_step", "test_step", "predict_step")
+)
 # Modules whose users were warned that a method bypasses what stands for them.
 _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -179,7 +183,7 @@ class ModuleProxy(nn.Module, StandIn):
             if not isinstance(inner, FunctionModule) or not may_be_looked_up(name):
                 raise
             found = attribute_of(self, inner._function, name)
-        if name == "generate" and isinstance(found, types.MethodType):
+        if name in _CALL_THE_MODULE and isinstance(found, types.MethodType):
             return _warning_once(self._original, found)
         return found
 
