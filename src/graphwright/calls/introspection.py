@@ -94,14 +94,38 @@ class StandIn:
         return self._graphwright_stands_for
 
 
-class FunctionStandIn(StandIn):
-    """Stands for a plain function or method; an attribute that it lacks is that function's."""
+class _OfFunction:
+    """An attribute of functions and methods, for objects that stand for one."""
 
-    def __getattr__(self, name: str) -> Any:
-        # Copying and unpickling ask before there is anything.
-        if not vars(self) or not may_be_looked_up(name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return attribute_of(self, self._graphwright_called, name)
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        if owner is None:
+            raise AttributeError(self._name)
+        return attribute_of(owner, owner._graphwright_called, self._name)
+
+
+class FunctionStandIn(StandIn):
+    """Stands for a plain function or method.
+
+    It has no `__getattr__`, which would make each look at one of its own attributes slower.
+    """
+
+    __func__ = _OfFunction("__func__")
+    __globals__ = _OfFunction("__globals__")
+    __self__ = _OfFunction("__self__")
+
+    def _look_like(self, function: Any) -> None:
+        """Take over a function's names, and the attributes that were set on it."""
+        attributes = vars(self)
+        for name in ("__name__", "__qualname__"):
+            if hasattr(function, name):
+                attributes[name] = getattr(function, name)
+        if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
+            for name, value in vars(function).items():
+                if not name.startswith("_") and not hasattr(self, name):
+                    attributes[name] = value
 
 
 def signature_of(called: Any) -> inspect.Signature | None:

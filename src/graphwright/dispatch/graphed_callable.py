@@ -202,6 +202,8 @@ class GraphedCallable(FunctionStandIn):
         self._counted: CallStatistics | None = None
         self._new_budgets()
         self._closed = False
+        if not isinstance(fn, nn.Module):
+            self._look_like(fn)
 
     def _new_budgets(self) -> None:
         """Begin to count captures that may never end, each for its cause."""

@@ -85,6 +85,7 @@ class GraphedForward(FunctionStandIn):
         self._refused: list[tuple[CallSignature, bool]] = []
         self._warned: set[str] = set()
         self._ever_trained: list[torch.Tensor] = []
+        self._look_like(self.original)
 
     @property
     def original(self) -> Callable[..., Any]:
