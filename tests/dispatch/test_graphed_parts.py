@@ -353,6 +353,22 @@ def test_copies_and_pickles_of_the_model_while_parts_are_in_use(device: torch.de
     assert again.statistics.in_parts > 0
 
 
+def test_nothing_is_left_in_the_modules_between_calls(device: torch.device) -> None:
+    model, graphed, eager = made(device)
+    inside: list[set[str]] = []
+    hook = model.blocks[0].register_forward_pre_hook(
+        lambda *_: inside.append({n for n, m in model.named_modules() if "forward" in vars(m)})
+    )
+    agree(graphed, eager, device, 6)
+    assert graphed.statistics.in_parts > 0
+    assert set().union(*inside) >= {"head", "blocks.1"}
+    assert all("forward" not in vars(each) for each in model.modules())
+    hook.remove()
+    stored = pickle.dumps(model)
+    graphed.close()
+    assert pickle.dumps(model) == stored
+
+
 def test_a_graph_that_is_dropped_leaves_the_model_alone(device: torch.device) -> None:
     model, graphed, eager = made(device)
     agree(graphed, eager, device, 6)

@@ -28,7 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .stand_ins import StandIn
+from .introspection import StandIn
 
 # Packages whose objects hold only their own machinery, which is no state of the call.
 MACHINERY = frozenset(

@@ -41,8 +41,8 @@ from .code import (
     stored_names,
 )
 from .host_generators import draws
+from .introspection import StandIn
 from .signature import SCALARS, describe, without_memory
-from .stand_ins import StandIn as StandIn
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -50,10 +50,12 @@ _HOLDERS = ("_parameters", "_buffers", "_modules")
 GLOBAL_FORWARD_HOOKS = tuple(f"_global{kind}" for kind in FORWARD_HOOKS)
 GLOBAL_HOOKS = (*GLOBAL_FORWARD_HOOKS, *(f"_global{kind}" for kind in BACKWARD_HOOKS))
 # Attributes that are not watched. Every module has the first ones, and no inference depends on
-# them. PyTorch and transformers attach the others when they compile, trace or load a module.
+# them. PyTorch, transformers and accelerate attach the others when they compile, trace, load or
+# prepare a module.
 _IGNORED = {
     *vars(nn.Module()),
     "_is_hf_initialized",
+    "_is_accelerate_prepared",
     "_compiled_call_impl",
     "_is_torch_compile",
     "__jit_unused_properties__",

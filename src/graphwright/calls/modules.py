@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import warnings
 import weakref
@@ -11,14 +12,28 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
-from ..errors import levels_above
-from .dependencies import Called, Dependencies, StandIn
+from ..errors import OptionError, levels_above
+from .dependencies import Called, Dependencies
+from .introspection import StandIn, attribute_of, describe_as, may_be_looked_up, signature_of
 from .modes import opaque
+from .signature import Args, Kwargs
 
 # What torch.compile keeps on the module that it returns. A proxy must not show it: another
 # torch.compile would take the proxy for compiled, or refuse it.
 _OF_TORCH_COMPILE = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
+# What a proxy must have of its own, or not at all, before it is complete.
+_OWN = ("_original", "_innermost", "_described")
+_OUR_PACKAGE = f"{__name__.partition('.')[0]}."
+# Methods of nn.Module that look up the module's attributes by name, where a proxy has some of its
+# own; and those that make a call, which are the proxy's.
+_BY_NAME = frozenset(("get_submodule", "set_submodule", "get_parameter", "get_buffer"))
+_OF_CALLS = frozenset(("_call_impl", "_slow_forward", "_wrapped_call_impl", "forward"))
+# Methods that transformers and Lightning call of a model, and that call the model in turn.
+_CALL_THE_MODULE = frozenset(
+    ("generate", "training_step", "validation_step", "test_step", "predict_step")
+)
 # Modules whose users were warned that a method bypasses what stands for them.
 _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -51,25 +66,60 @@ def _warning_once(module: nn.Module, method: Callable[..., Any]) -> Callable[...
     return warned
 
 
+@opaque
+def _forward(self: ModuleProxy, /, *args: Any, **kwargs: Any) -> Any:
+    """Same as calling the proxy."""
+    # Nothing is looked up in globals: a proxy runs this code with those of the module's forward.
+    return self._forwarded(args, kwargs)
+
+
+class _Forward:
+    """`forward` of proxies: a method that looks like that of the module."""
+
+    def __get__(self, proxy: ModuleProxy | None, kind: type | None = None) -> Any:
+        return _forward if proxy is None else types.MethodType(proxy._looking_alike(), proxy)
+
+
 class ModuleProxy(nn.Module, StandIn):
     """Shares a module's attributes; subclasses define how it is called.
 
     parameters(), state_dict(), to(), train(), hooks and everything else read and change the module
-    itself. A subclass keeps its own state in slots, set by `object.__setattr__`.
+    itself. For `isinstance` a proxy is of the module's class, too. A subclass keeps its own state
+    in slots, set by `object.__setattr__`.
     """
 
-    __slots__ = ("_original",)
+    __slots__ = _OWN
 
     _original: nn.Module
+    # The module in the end, whatever proxies are between.
+    _innermost: nn.Module
+    # The forward of the module, and a function that looks like it.
+    _described: tuple[Any, types.FunctionType] | None
 
     def __init__(self, module: nn.Module) -> None:
         # Both share one dictionary: whatever is set on one is set on the other.
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_original", module)
+        inner = module._innermost if isinstance(module, ModuleProxy) else module
+        object.__setattr__(self, "_innermost", inner)
+        object.__setattr__(self, "_described", None)
+        if isinstance(inner, FunctionModule) and isinstance(inner._function, types.MethodType):
+            _watch_assignments()
 
     @property
     def _graphwright_stands_for(self) -> Any:
         return self._original
+
+    @property
+    def _graphwright_called(self) -> Any:
+        inner = self._innermost
+        return inner._function if isinstance(inner, FunctionModule) else inner
+
+    @property  # type: ignore[misc]  # a class of ours for type(), the module's for isinstance()
+    def __class__(self) -> type:
+        # diffusers saves a component by its class, Trainer asks it for the names of labels.
+        kind: type = self._innermost.__class__
+        return type(self) if kind.__module__.startswith(_OUR_PACKAGE) else kind
 
     @property
     def module(self) -> Any:
@@ -77,13 +127,24 @@ class ModuleProxy(nn.Module, StandIn):
         original = self._original
         return original._function if isinstance(original, FunctionModule) else original
 
+    forward: Any = _Forward()
+
     @opaque
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Same as calling the proxy."""
+    def _forwarded(self, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call of `forward`."""
         original = self._original
         if "forward" in vars(original):  # Somebody has wrapped this proxy and set the wrapper.
-            return type(original).forward(original, *args, **kwargs)
+            return forward_of_class(original)(*args, **kwargs)
         return self(*args, **kwargs)
+
+    def _looking_alike(self) -> types.FunctionType:
+        """A function that does what `forward` does, and looks like that of the module."""
+        inner, known = self._innermost, self._described
+        found = getattr(type(inner), "forward", None)
+        if known is None or known[0] is not found:
+            function = inner._function if isinstance(inner, FunctionModule) else inner.forward
+            object.__setattr__(self, "_described", (found, _like(function)))
+        return self._described[1]  # type: ignore[index]  # it has just been set
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module itself in place, as `torch.nn.Module.compile` does."""
@@ -110,17 +171,35 @@ class ModuleProxy(nn.Module, StandIn):
 
     def __getattr__(self, name: str) -> Any:
         # Copying and unpickling ask for `_original` before it is set.
-        if name == "_original" or name in _OF_TORCH_COMPILE:
+        if name in _OWN or name in _OF_TORCH_COMPILE:
             raise AttributeError(name)
         # Methods of the module's class; what they call is the module, not this object.
-        found = getattr(self._original, name)
-        if name == "generate" and isinstance(found, types.MethodType):
+        inner = self._innermost
+        try:
+            if isinstance(inner, FunctionModule) and name.startswith("__"):
+                raise AttributeError(name)  # A module has it, too.
+            found = getattr(self._original, name)
+        except AttributeError:
+            if not isinstance(inner, FunctionModule) or not may_be_looked_up(name):
+                raise
+            found = attribute_of(self, inner._function, name)
+        if name in _CALL_THE_MODULE and isinstance(found, types.MethodType):
             return _warning_once(self._original, found)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         # By the module's own class, which may have a property of that name.
         setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *dir(self._graphwright_called), *dir(self._original)})
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]  # nn.Module's is a number of the class
+        return self._original._version
 
     def __len__(self) -> int:
         return len(self._original)  # type: ignore[arg-type]  # a Sequential has a length
@@ -132,6 +211,74 @@ class ModuleProxy(nn.Module, StandIn):
 
     def __getitem__(self, index: Any) -> Any:
         return self._original[index]  # type: ignore[index]  # a Sequential has items
+
+
+def forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward as its class defines it, whatever has been set on the module."""
+    kind = type(module)
+    defined = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    found: Callable[..., Any] = defined.__get__(module, kind)  # It may be a static method.
+    return found
+
+
+def _refuse_assignment(owner: nn.Module, name: str, value: nn.Module | None) -> None:
+    """Raise OptionError where what stands for a method is assigned to the module of the method.
+
+    nn.Module keeps it among its submodules, where no call finds it: the class has the method.
+    """
+    if not isinstance(value, ModuleProxy) or not hasattr(type(owner), name):
+        return
+    inner = value._innermost
+    if isinstance(inner, FunctionModule) and owner in inner._modules.values():
+        kind = type(owner).__name__
+        raise OptionError(
+            f"{name} of {kind} cannot be replaced by a {type(value).__name__}, a module: PyTorch "
+            "would register it as a submodule, and calls would not find it.",
+            remedy=f"Use the {kind} itself (model = graphwright.fuse(model), say) in its place, or "
+            f"assign a graph of it: model.{name} = graphwright.graph(model.{name}).",
+        )
+
+
+@functools.cache
+def _watch_assignments() -> None:
+    """Let such assignments be refused; only programs that could make one pay for it."""
+    nn_module.register_module_module_registration_hook(_refuse_assignment)
+
+
+def _like(function: Callable[..., Any]) -> types.FunctionType:
+    """A `forward` of proxies that looks like a function."""
+    seen = getattr(inspect.unwrap(function), "__globals__", globals())
+    made = types.FunctionType(_forward.__code__, seen)
+    made.__dict__.update(vars(_forward))
+    signature = signature_of(function)
+    if signature is not None:
+        taken = signature.parameters
+        name = "self" if "self" not in taken else "_"
+        own = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
+        signature = signature.replace(parameters=[own, *taken.values()])
+    describe_as(made, function, signature)
+    return made
+
+
+def _of_the_module(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of nn.Module for proxies: where the module's class has its own, that one."""
+
+    @functools.wraps(plain)
+    def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
+        inner = self._innermost
+        if name not in _BY_NAME and getattr(type(inner), name, plain) is plain:
+            return plain(self, *args, **kwargs)
+        result = getattr(inner, name)(*args, **kwargs)
+        return self if result is inner else result
+
+    return method
+
+
+for _name, _method in vars(nn.Module).items():
+    if isinstance(_method, types.FunctionType) and not (
+        _name.startswith("__") or _name in _OF_CALLS or _name in vars(ModuleProxy)
+    ):
+        setattr(ModuleProxy, _name, _of_the_module(_name, _method))
 
 
 def in_training(module: nn.Module) -> bool:

@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import SignatureError, VerificationError
-from .dependencies import PLAIN, Dependencies, StandIn
+from .dependencies import PLAIN, Dependencies
 from .first_use import FirstUse, RawAccess, unseen
+from .introspection import StandIn
 from .iterators import Iterators
 from .objects import apart
 from .signature import (

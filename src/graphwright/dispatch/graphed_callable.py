@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.dependencies import StandIn
+from ..calls.introspection import FunctionStandIn
 from ..calls.modes import opaque
 from ..calls.objects import apart, detached, objects_key
 from ..calls.options import (
@@ -116,7 +116,7 @@ _BUSY_S = 0.01
 _TOLD_BY_REASON = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
 
 
-class GraphedCallable(StandIn):
+class GraphedCallable(FunctionStandIn):
     """A function or module whose calls are answered by graphs; made by `graph()`.
 
     A graph is captured at the first call of each signature, or ahead of time by `prepare()`.
@@ -203,6 +203,8 @@ class GraphedCallable(StandIn):
         self._counted: CallStatistics | None = None
         self._new_budgets()
         self._closed = False
+        if not isinstance(fn, nn.Module):
+            self._look_like(fn)
 
     def _new_budgets(self) -> None:
         """Begin to count captures that may never end, each for its cause."""

@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import copy
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -24,9 +23,10 @@ from ..calls.dependencies import (
     FORWARD_HOOKS,
     GLOBAL_FORWARD_HOOKS,
     Dependencies,
-    StandIn,
 )
+from ..calls.introspection import FunctionStandIn, StandIn
 from ..calls.modes import opaque
+from ..calls.modules import forward_of_class
 from ..calls.signature import Args, Kwargs
 from ..graphs.graph import Graph
 from ..graphs.python_state import StateChanges
@@ -86,7 +86,6 @@ class GraphedParts:
         self.graphs = {name: make(child) for name, child in children.items()}
         self._parts = {name: _Part(children[name], made) for name, made in self.graphs.items()}
         self._count = 0
-        self._installed = False
         self._used = bool(self._parts)
 
     @property
@@ -130,17 +129,15 @@ class GraphedParts:
     def _answering(self) -> Iterator[None]:
         """Have the calls of parts answered by their graphs inside the block, on this thread."""
         parts = list(self._parts.values())
-        if not self._installed:
-            self._installed = True
+        with _LOCK:
             for part in parts:
-                part.install()
-        for part in parts:
-            part.thread.depth += 1
+                part.enter()
         try:
             yield
         finally:
-            for part in parts:
-                part.thread.depth -= 1
+            with _LOCK:
+                for part in parts:
+                    part.leave()
 
     def settle(self) -> bool:
         """Call submodules themselves that no graph has answered; whether any part is left."""
@@ -193,20 +190,34 @@ class _Thread(threading.local):
     busy = False
 
 
-class _Part(StandIn):
-    """Stands for the forward of a submodule, and answers calls of threads that are with parts."""
+class _Part(FunctionStandIn):
+    """Stands for the forward of a submodule, and answers calls of threads that are with parts.
+
+    It is the submodule's forward during such calls only: between them nothing of ours is in the
+    user's modules.
+    """
 
     def __init__(self, module: nn.Module, graphs: PartGraphs) -> None:
         self.module = module
         self.thread = _Thread()
+        # Calls of all threads; `_LOCK` guards it.
+        self._calls = 0
         # The module holds this, and must not keep the graphs alive.
         self._graphs = weakref.ref(graphs)
 
-    def install(self) -> None:
-        """Let it be the module's forward, unless there is another one already."""
-        with _LOCK:
-            if _has_own_forward(self.module):
-                vars(self.module)["forward"] = self
+    def enter(self) -> None:
+        """Let it be the module's forward, unless there is another one, and answer this thread."""
+        self._calls += 1
+        self.thread.depth += 1
+        if self._calls == 1 and _has_own_forward(self.module):
+            vars(self.module)["forward"] = self
+
+    def leave(self) -> None:
+        """The end of what `enter` begins."""
+        self._calls -= 1
+        self.thread.depth -= 1
+        if not self._calls:
+            self.remove()
 
     def remove(self) -> None:
         """Let the module's forward be that of its class again."""
@@ -216,7 +227,7 @@ class _Part(StandIn):
 
     @property
     def _graphwright_stands_for(self) -> Any:
-        return _own_forward(self.module)
+        return forward_of_class(self.module)
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +235,7 @@ class _Part(StandIn):
         thread = self.thread
         graphs = self._graphs() if thread.depth and not thread.busy else None
         if graphs is None or torch.is_grad_enabled() or has_hooks(module):
-            return type(module).forward(module, *args, **kwargs)
+            return forward_of_class(module)(*args, **kwargs)
         thread.busy = True
         try:
             return graphs._call(args, kwargs)
@@ -233,15 +244,10 @@ class _Part(StandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = copy.deepcopy(self.module, memo)
-        return _own_forward(module)
+        return forward_of_class(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _own_forward, (self.module,)
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """A module's forward as its class defines it."""
-    return types.MethodType(type(module).forward, module)
+        return forward_of_class, (self.module,)
 
 
 def _has_own_forward(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls import forking
-from ..calls.dependencies import StandIn
+from ..calls.introspection import StandIn
 from ..calls.modes import opaque
 from ..calls.modules import (
     FunctionModule,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, overload
 import torch
 from torch import nn
 
-from ...calls.dependencies import StandIn
+from ...calls.introspection import StandIn
 from ...calls.modules import FunctionModule
 from ...calls.options import (
     args_problem,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...calls.dependencies import StandIn
+from ...calls.introspection import FunctionStandIn
 from ...calls.modes import opaque
-from ...calls.modules import FunctionModule
+from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
 from ...dispatch.graphed_callable import OnMiss
 from ...errors import GraphwrightError, SignatureError, levels_above
@@ -47,7 +46,7 @@ class TrainingCallStatistics:
     eager: Counter[str] = field(default_factory=Counter)
 
 
-class GraphedForward(StandIn):
+class GraphedForward(FunctionStandIn):
     """A function, or the forward of a module, whose calls are answered by graphs.
 
     Attributes:
@@ -86,15 +85,15 @@ class GraphedForward(StandIn):
         self._refused: list[tuple[CallSignature, bool]] = []
         self._warned: set[str] = set()
         self._ever_trained: list[torch.Tensor] = []
-        functools.update_wrapper(self, self.original, updated=())
+        self._look_like(self.original)
 
     @property
     def original(self) -> Callable[..., Any]:
         """The callable without graphs."""
         if self._replaced is not None:
             return self._replaced
-        forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)  # type: ignore[union-attr]  # a module, where nothing was replaced
-        return forward
+        assert self._module is not None
+        return forward_of_class(self._module)
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -224,8 +223,8 @@ class GraphedForward(StandIn):
         return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> Any:
-        if self._module is None:
-            return copy.copy, (self.original,)
+        if self._replaced is not None:
+            return _itself, (self._replaced,)
         return getattr, (self._module, "forward")
 
     def _why_original(self) -> str | None:
@@ -308,3 +307,8 @@ class GraphedForward(StandIn):
             f"{self!r} runs a call without graphs: {error.what}", stacklevel=levels_above()
         )
         return result
+
+
+def _itself(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What a pickle of a graphed function is read as: the function, without graphs."""
+    return fn
