@@ -438,8 +438,13 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
     args, kwargs = tuple(config.args), dict(config.kwargs)
     samples = _samples_of(config.model)
     if config.buckets is None and config.dynamic_shapes is None and len(samples) > 0:
-        calls = [flatten(call.args, call.kwargs)[0] for call in samples]
         largest = max(samples, key=lambda call: _elements(call.args, call.kwargs))
+        # A model may have been tuned for calls that name the same arguments in several orders.
+        place = {name: index for index, name in enumerate(largest.kwargs)}
+        calls = [
+            flatten(call.args, dict(sorted(call.kwargs.items(), key=lambda item: place[item[0]])))[0]
+            for call in samples
+        ]
         layout = layout_of_samples(
             _names_of_leaves(config.model, largest.args, largest.kwargs),
             calls,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...calls.binding import sees_order
 from ...calls.dependencies import StandIn
 from ...calls.modes import opaque
 from ...calls.modules import FunctionModule
@@ -299,7 +300,8 @@ class GraphedForward(StandIn):
         result = self._call_original(args, kwargs)
         self.statistics.eager["it could not be captured"] += 1
         try:
-            signature = CallSignature.of(args, kwargs)
+            any_order = not sees_order(self.original)
+            signature = CallSignature.of(args, kwargs, any_order=any_order)
         except SignatureError:
             signature = None
         if signature is not None:

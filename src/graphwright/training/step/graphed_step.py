@@ -14,6 +14,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ...calls.binding import sees_order
 from ...calls.modes import opaque
 from ...calls.options import (
     callable_problem,
@@ -318,7 +319,9 @@ class GraphedStep:
                 known.waits = _RETRY * 4**known.times
             else:
                 with contextlib.suppress(SignatureError):
-                    self._refused.append(_Refused(CallSignature.of(args, kwargs), reason))
+                    any_order = not sees_order(self._step)
+                    signature = CallSignature.of(args, kwargs, any_order=any_order)
+                    self._refused.append(_Refused(signature, reason))
             return None, _REFUSED, reason
         if known is not None:
             self._refused.remove(known)
