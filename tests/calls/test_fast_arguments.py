@@ -209,3 +209,17 @@ class Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += func is nn.functional.linear
         return func(*args, **(kwargs or {}))
+
+
+def test_names_in_another_order_get_through_only_where_they_may(checks: str) -> None:
+    if not watch.COMPILED_ARGUMENTS:
+        pytest.skip("there is no check in C++ here")
+    x, y, z = torch.randn(3), torch.randn(3), torch.randn(3)
+    for any_order in (False, True):
+        fits = watch.COMPILED_ARGUMENTS[0]((x, y, z), ("y", "z"), any_order, True)
+        assert fits((x,), {"y": y, "z": z}) is not None
+        given = fits((x,), {"z": z, "y": y})
+        assert (given is not None) is any_order
+        assert given is None or (given[1] is y and given[2] is z)
+        equal = {"".join(["k", name])[1:]: value for name, value in (("y", y), ("z", z))}
+        assert fits((x,), equal) is not None  # Names that are equal, and other objects.
