@@ -64,15 +64,29 @@ def sees_order(function: Callable[..., Any]) -> bool:
             return not isinstance(function, torch.jit.ScriptFunction)
 
 
-def in_one_order(function: Callable[..., Any], kwargs: Kwargs) -> Kwargs:
+def in_one_order(
+    function: Callable[..., Any],
+    kwargs: Kwargs,
+    known: dict[frozenset[str], tuple[str, ...]] | None = None,
+) -> Kwargs:
     """The keyword arguments of a call, in an order that all calls share which are the same call.
 
     The same dictionary, if they are in it or the callable may see their order.
+
+    Args:
+        function: what is called.
+        kwargs: of the call.
+        known: the first order in which calls had these arguments, which is taken and noted; without
+            it, they are sorted.
     """
     if len(kwargs) < 2:
         return kwargs
-    names = sorted(kwargs)
-    if names == [*kwargs] or sees_order(function):
+    names = tuple(sorted(kwargs)) if known is None else known.get(frozenset(kwargs))
+    if names == (*kwargs,) or sees_order(function):
+        return kwargs
+    if names is None:
+        assert known is not None
+        known[frozenset(kwargs)] = (*kwargs,)
         return kwargs
     return {name: kwargs[name] for name in names}
 

@@ -549,10 +549,12 @@ class MixedArguments:
         if len(args) != self.count or len(kwargs) != len(self.names):
             return None
         if kwargs:
-            named = in_order_of(self.names, kwargs, any_order=self.any_order)
-            if named is None:
+            if (*kwargs,) == self.names:  # Written out, since it is done at each call.
+                args = (*args, *kwargs.values())
+            elif (named := in_order_of(self.names, kwargs, self.any_order)) is not None:
+                args = (*args, *named)
+            else:
                 return None
-            args = (*args, *named)
         for index, value in self.plain:
             if args[index] is not value:
                 return None
@@ -696,10 +698,12 @@ class CallSignature:
                 return False
             values = args
             if named:
-                rest = in_order_of(self.names, kwargs, any_order=self.any_order)
-                if rest is None:
+                if (*kwargs,) == self.names:  # Written out, since it is done at each call.
+                    values = (*args, *kwargs.values())
+                elif (rest := in_order_of(self.names, kwargs, self.any_order)) is not None:
+                    values = (*args, *rest)
+                else:
                     return False
-                values = (*args, *rest)
             if fitting(self.guard, values):
                 return self._same_switches()
         if self.mixed is not None:
@@ -772,7 +776,7 @@ class CallSignature:
         return "; ".join(found)
 
 
-def in_order_of(names: tuple[str, ...], kwargs: Kwargs, *, any_order: bool) -> Args | None:
+def in_order_of(names: tuple[str, ...], kwargs: Kwargs, any_order: bool) -> Args | None:
     """The values of keyword arguments of these names, in this order; None if they are others.
 
     Args:

@@ -84,7 +84,7 @@ def _unchecked(count: int, names: tuple[str, ...], any_order: bool, launch: Laun
         if len(args) != count or len(kwargs) != len(names):
             return MISS
         if kwargs:
-            named = in_order_of(names, kwargs, any_order=any_order)
+            named = in_order_of(names, kwargs, any_order)
             if named is None:
                 return MISS
             args = (*args, *named)
@@ -149,10 +149,12 @@ def _fast(
         if len(args) != count or len(kwargs) != len(names):
             return None
         if kwargs:
-            named = in_order_of(names, kwargs, any_order=any_order)
-            if named is None:
+            if (*kwargs,) == names:  # Written out, since it is done at each call.
+                args = (*args, *kwargs.values())
+            elif (named := in_order_of(names, kwargs, any_order)) is not None:
+                args = (*args, *named)
+            else:
                 return None
-            args = (*args, *named)
         # The guard sees neither make_fx's mode nor the tangents of forward AD.
         if modes() or forward_ad._current_level >= 0 or not fitting(guard, args):
             return None

@@ -186,6 +186,8 @@ class GraphedCallable(StandIn):
         self._short: tuple[CacheEntry, Shortcut] | None = None
         # By `quick_key`: what answers calls of these shapes, if nothing else about them differs.
         self._quick: dict[Any, Any] = {}
+        # By their names: in which order keyword arguments came first, where it makes no difference.
+        self._orders: dict[frozenset[str], tuple[str, ...]] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
         # Calls whose captures were refused for what may be otherwise later.
@@ -368,7 +370,7 @@ class GraphedCallable(StandIn):
             return self._run_eagerly("closed", args, kwargs)
         if captured:
             return self._run_eagerly("inside another capture", args, kwargs)
-        kwargs = in_one_order(self.fn, kwargs)
+        kwargs = self._in_one_order(kwargs)
         result = self._answer_apart(args, kwargs)
         if result is not MISS:
             return result
@@ -426,8 +428,12 @@ class GraphedCallable(StandIn):
                 seconds = time.perf_counter() - began
                 self._for_changes.spend(seconds, self._answered(), _changes(before))
 
+    def _in_one_order(self, kwargs: Kwargs) -> Kwargs:
+        """The keyword arguments of a call, in the order of the first call that is the same."""
+        return in_one_order(self.fn, kwargs, self._orders)
+
     def _signature_of(self, args: Args, kwargs: Kwargs) -> CallSignature:
-        """The signature of a call whose keyword arguments are `in_one_order`.
+        """The signature of a call whose keyword arguments are in one order.
 
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
@@ -442,7 +448,7 @@ class GraphedCallable(StandIn):
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
         if found is None and kwargs:
-            named = in_one_order(self.fn, kwargs)
+            named = self._in_one_order(kwargs)
             if named is not kwargs:
                 return self._call(args, named)
         refused = found if isinstance(found, _Refused) else None
@@ -815,7 +821,7 @@ class GraphedCallable(StandIn):
         """
         refuse("prepare", items_problem("calls", calls, "calls: write [(x,)]"))
         wanted = [arguments_of(call) for call in calls]
-        wanted = [(args, in_one_order(self.fn, kwargs)) for args, kwargs in wanted]
+        wanted = [(args, self._in_one_order(kwargs)) for args, kwargs in wanted]
         title = f"prepare({name_of(self.fn)})"
         with shown(progress, title, after_s=SHORT_S) as bar:
             self._prepare(wanted, bar)
@@ -926,7 +932,7 @@ class GraphedCallable(StandIn):
 
     def graph_for(self, args: Args, kwargs: Kwargs) -> CapturedCall | None:
         """The graph that answers a call now, without padding; None if none does."""
-        signature = self._signature_of(args, in_one_order(self.fn, kwargs))
+        signature = self._signature_of(args, self._in_one_order(kwargs))
         entry = self._entries.state().entries.get((signature, self._entries.grad_mode()))
         return entry.graph if entry is not None and entry.ready else None
 
