@@ -646,7 +646,7 @@ class OfObjects(nn.Module):
                 y = folded(y, each.parts) * each.weight
                 for flag in each.flags:
                     y = y * 1.5 + flag
-                y = folded(y, {n: 1 for n in vars(each)})
+                y = folded(y, dict.fromkeys(vars(each), 1))
         return y
 
 

@@ -229,7 +229,9 @@ def bits(value: Any) -> bytes:
     return value.detach().cpu().numpy().tobytes()
 
 
-def compared(part: str, observer: str, seed: int, count: int, device: torch.device, at: Path) -> int:
+def compared(
+    part: str, observer: str, seed: int, count: int, device: torch.device, at: Path
+) -> int:
     """Call something in random orders, and eager too; how many calls were answered."""
     draw = random.Random(f"{part} {observer} {seed}")
     torch.manual_seed(seed)
@@ -357,7 +359,11 @@ def test_gradients_are_those_of_the_caller_s_order(device: torch.device) -> None
 
 def both_orders(device: torch.device) -> tuple[torch.Tensor, Named, Named]:
     x = torch.randn(2, 4, device=device)
-    named = {"b": torch.randn(2, 4, device=device), "aa": torch.randn(2, 4, device=device), "c": 2.0}
+    named = {
+        "b": torch.randn(2, 4, device=device),
+        "aa": torch.randn(2, 4, device=device),
+        "c": 2.0,
+    }
     return x, named, dict(reversed(named.items()))
 
 

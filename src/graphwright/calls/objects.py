@@ -42,8 +42,8 @@ _DEEPEST = 100
 _LONGEST_KEY = 10
 # Never taken apart: they are more than their attributes.
 _WHOLE = (torch.Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
-# Ways in which a set is made again, until it iterates in the wanted order: orders of its values, and
-# sizes of its table, which values that are taken away again bring about.
+# Ways in which a set is made again, until it iterates in the wanted order: orders of its values,
+# and sizes of its table, which values that are taken away again bring about.
 _TURNS = 16
 _TABLES = (8, 16, 32, 64, 128, 256, 512)
 _OTHERS = [object() for _ in range(256)]

@@ -655,7 +655,7 @@ class CallSignature:
         return replace(self, mixed=mixed, any_order=True)
 
     def _ordered(self, kwargs: Kwargs) -> Kwargs:
-        """The keyword arguments of any call, in the order of those described if that is no matter."""
+        """The keyword arguments of any call, in the order of those described if that is free."""
         return self.in_order(kwargs) if kwargs.keys() == {*self.names} else kwargs
 
     @functools.cached_property
