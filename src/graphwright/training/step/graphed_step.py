@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ...calls.binding import sees_order
+from ...calls.dependencies import RunsStep
 from ...calls.modes import opaque
 from ...calls.options import (
     callable_problem,
@@ -87,7 +88,7 @@ class _Refused:
     times: int = 0
 
 
-class GraphedStep:
+class GraphedStep(RunsStep):
     """A training step that is answered by graphs; made by `graph_step`.
 
     Attributes:
@@ -131,6 +132,10 @@ class GraphedStep:
             )
         with torch.inference_mode(False):
             self._capture(sample, {})
+
+    @property
+    def _graphwright_step(self) -> Callable[..., Any]:
+        return self._step
 
     @property
     def statistics(self) -> StepStatistics:
