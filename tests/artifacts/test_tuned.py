@@ -371,8 +371,8 @@ def test_autocast_is_part_of_the_call(tuned_small: Callable[..., Made]) -> None:
 @pytest.mark.parametrize("strategy", ["torchscript", "aot_autograd", "eager+graph"])
 def test_keyword_arguments_may_come_in_any_order(strategy: str, device: torch.device) -> None:
     class Difference(nn.Module):
-        def forward(self, **kwargs: torch.Tensor) -> torch.Tensor:
-            return kwargs["b"] - 2 * kwargs["a"]
+        def forward(self, *, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return b - 2 * a
 
     model = Difference().eval()
     a, b = torch.randn(2, 4, device=device).unbind()

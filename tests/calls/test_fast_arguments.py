@@ -125,14 +125,14 @@ def test_what_gets_through_in_c_plus_plus_fits_the_signature(checks: str) -> Non
     device = torch.device("cpu")
     calls = other_calls(device)
     for first, (args, kwargs) in calls.items():
-        tensors = (*args, *(kwargs[name] for name in sorted(kwargs)))
+        tensors = (*args, *(kwargs[name] for name in kwargs))
         try:
             signature = CallSignature.of(args, kwargs)
         except gw.SignatureError:
             continue
         if signature.guard is None or not all(map(torch.is_tensor, pytree.tree_leaves(tensors))):
             continue
-        fits = watch.COMPILED_ARGUMENTS[0](tensors, tuple(sorted(kwargs)), True)
+        fits = watch.COMPILED_ARGUMENTS[0](tensors, tuple(kwargs), False, True)
         given = fits(args, kwargs)
         assert given is not None, first
         assert all(a is b for a, b in zip(given, tensors, strict=True))
@@ -145,7 +145,7 @@ def test_names_that_are_missing_or_too_many_do_not_get_through(checks: str) -> N
     if not watch.COMPILED_ARGUMENTS:
         pytest.skip("there is no check in C++ here")
     x, y = torch.randn(2, 3), torch.randn(3)
-    fits = watch.COMPILED_ARGUMENTS[0]((x, y), ("y",), False)
+    fits = watch.COMPILED_ARGUMENTS[0]((x, y), ("y",), False, False)
     assert fits((x,), {"y": y}) is None  # Gradients may be wanted.
     with torch.no_grad():
         assert fits((x,), {"y": y}) is not None
@@ -156,7 +156,7 @@ def test_names_that_are_missing_or_too_many_do_not_get_through(checks: str) -> N
     with pytest.raises(TypeError):
         fits(x)
     with pytest.raises(TypeError):
-        watch.COMPILED_ARGUMENTS[0]((x, 3.0), (), True)
+        watch.COMPILED_ARGUMENTS[0]((x, 3.0), (), False, True)
 
 
 class Making(Sum):
@@ -209,3 +209,17 @@ class Looking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen += func is nn.functional.linear
         return func(*args, **(kwargs or {}))
+
+
+def test_names_in_another_order_get_through_only_where_they_may(checks: str) -> None:
+    if not watch.COMPILED_ARGUMENTS:
+        pytest.skip("there is no check in C++ here")
+    x, y, z = torch.randn(3), torch.randn(3), torch.randn(3)
+    for any_order in (False, True):
+        fits = watch.COMPILED_ARGUMENTS[0]((x, y, z), ("y", "z"), any_order, True)
+        assert fits((x,), {"y": y, "z": z}) is not None
+        given = fits((x,), {"z": z, "y": y})
+        assert (given is not None) is any_order
+        assert given is None or (given[1] is y and given[2] is z)
+        equal = {"".join(["k", name])[1:]: value for name, value in (("y", y), ("z", z))}
+        assert fits((x,), equal) is not None  # Names that are equal, and other objects.

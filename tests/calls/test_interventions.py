@@ -42,8 +42,10 @@ class Part(nn.Module):
         self.space = types.SimpleNamespace(deep=[1.0], flag=False)
         self.slotted = Slotted()
         self.pair = (1.0, [2.0])
+        self.optimizer = torch.optim.Adam(self.linear.parameters(), lr=0.5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, gain: float = 1.0, **more: float) -> torch.Tensor:
+        x = x * gain * self.optimizer.param_groups[0]["lr"] + len(more)
         x = self.norm(self.linear(x)) * self.scale + self.items[0] + self.items[1] + self.offset
         x = x * self.table["a"] * self.table["b"] + self.ordered["a"] + self.history[0] + GLOBAL
         if "a" in self.names and not self.space.flag:
@@ -53,6 +55,20 @@ class Part(nn.Module):
 
 class Other(Part):
     pass
+
+
+def move_to_the_end(table: dict[str, Any]) -> None:
+    first = next(iter(table))
+    table[first] = table.pop(first)
+
+
+def move_default(part: Part) -> None:
+    defaults = Part.forward.__kwdefaults__
+    defaults["gain"] += 1.0
+
+
+def new_defaults(part: Part) -> None:
+    Part.forward.__kwdefaults__ = dict(Part.forward.__kwdefaults__)
 
 
 def forward_of_another(self: Part, x: torch.Tensor) -> torch.Tensor:
@@ -109,6 +125,15 @@ INTERVENTIONS: list[Callable[[Part], object]] = [
     lambda part: vars(part).update(scale=part.scale),
     lambda part: setattr(part, "__dict__", dict(vars(part))),
     lambda part: None,
+    lambda part: move_to_the_end(part.table),
+    lambda part: move_to_the_end(vars(part.space)),
+    lambda part: move_to_the_end(part.linear._parameters),
+    lambda part: part.optimizer.param_groups[0].update(lr=0.25),
+    lambda part: part.optimizer.param_groups[0].update(betas=(0.5, 0.5)),
+    lambda part: part.optimizer.add_param_group({"params": [torch.ones(2)]}),
+    lambda part: part.register_forward_pre_hook(lambda *given: None, with_kwargs=True),
+    move_default,
+    new_defaults,
     swap_class,
     move_class_attribute,
     move_global,

@@ -11,17 +11,18 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import math
 import signal
 import tempfile
 import threading
 import types
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -40,7 +41,15 @@ from graphwright.strategies.runners import GRAPH
 
 BATCH = 3  # of the sample
 Args = tuple[Any, ...]
+Named = dict[str, Any]
 Program = Callable[..., Any]
+
+
+class Sample(NamedTuple):
+    """Arguments of a call."""
+
+    args: Args
+    named: Named
 
 
 class Wrong(AssertionError):
@@ -66,6 +75,8 @@ class World:
         pure: whether a call leaves everything as it was.
         factors: calls get a plain number too.
         draws: calls draw random numbers.
+        more: what calls get beside their tensor, positional and by name, of that tensor, a number
+            and a seed.
         optimizer: for training steps.
         handles: of hooks that are there now.
     """
@@ -77,6 +88,7 @@ class World:
     pure: bool = True
     factors: bool = False
     draws: bool = False
+    more: Callable[[torch.Tensor, Any, int], tuple[Args, Named]] | None = None
     optimizer: Any = None
     handles: dict[str, Any] = field(default_factory=dict)
 
@@ -98,10 +110,17 @@ class World:
 
 
 KINDS: dict[str, Callable[[], World]] = {}
+# Models that take more than a tensor and a number: by name, in any order, and in objects.
+NAMED_KINDS: dict[str, Callable[[], World]] = {}
 
 
 def kind(make: Callable[[], World]) -> Callable[[], World]:
     KINDS[make.__name__] = make
+    return make
+
+
+def named_kind(make: Callable[[], World]) -> Callable[[], World]:
+    NAMED_KINDS[make.__name__] = make
     return make
 
 
@@ -509,10 +528,167 @@ def factored() -> World:
     return World(model, (4,), (model, "first"), factors=True)
 
 
+def parts_of(x: torch.Tensor, factor: Any, seed: int) -> tuple[Args, Named]:
+    """Two tensors and a number by name: what is done with them depends on their order."""
+    b = torch.full_like(x.detach(), 0.5 + seed % 3)
+    return (), {"b": b, "aa": x.detach().clone() * 2, "c": factor}
+
+
+class KeywordOnly(nn.Module):
+    """No one but Python binds its arguments: in which order they come, it cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, *, b: Any = None, aa: torch.Tensor | None = None, c: Any = 1.5
+    ) -> torch.Tensor:
+        y = self.first(x if aa is None else x + aa) * c
+        return y if b is None else y - b
+
+
+@named_kind
+def keyword_only() -> World:
+    model = KeywordOnly()
+    return World(model, (4,), (model, "first"), more=parts_of)
+
+
+def folded(y: Any, named: Named) -> Any:
+    """A value that depends on the order of what is named."""
+    for name, value in named.items():
+        y = y * 1.5 + value * len(name)
+    return y
+
+
+class AnyKeywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **parts: Any) -> torch.Tensor:
+        return folded(self.first(x), parts)
+
+
+@named_kind
+def any_keywords() -> World:
+    model = AnyKeywords()
+    return World(model, (4,), (model, "first"), more=parts_of)
+
+
+def watched(forward: Program) -> Program:
+    """A decorator that sees the order of keyword arguments, as one that logs them does."""
+
+    @functools.wraps(forward)
+    def wrapper(self: nn.Module, x: torch.Tensor, **named: Any) -> Any:
+        return folded(forward(self, x, **named), named)
+
+    return wrapper
+
+
+class Decorated(KeywordOnly):
+    forward = watched(KeywordOnly.forward)
+
+
+@named_kind
+def decorated() -> World:
+    model = Decorated()
+    return World(model, (4,), (model, "first"), more=parts_of)
+
+
+@named_kind
+def hooked() -> World:
+    """A hook of the module sees the order of keyword arguments."""
+    model = KeywordOnly()
+    model.register_forward_hook(lambda m, args, named, y: folded(y, named), with_kwargs=True)
+    return World(model, (4,), (model, "first"), more=parts_of)
+
+
+@named_kind
+def hooked_on_and_off() -> World:
+    model = KeywordOnly()
+    handles: list[Any] = []
+
+    def turn(value: float) -> None:
+        if handles:
+            handles.pop().remove()
+            return
+        handles.append(
+            model.register_forward_pre_hook(
+                lambda m, args, named: ((folded(args[0], named) * value,), named), with_kwargs=True
+            )
+        )
+
+    knobs = {"a hook with keywords, * {}, comes or goes": turn}
+    return World(model, (4,), (model, "first"), knobs, more=parts_of)
+
+
+@dataclass
+class Batch:
+    """An argument that holds others."""
+
+    weight: torch.Tensor
+    parts: Named
+    flags: Any = frozenset()
+
+
+class OfObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(
+        self, x: torch.Tensor, batch: Batch | None = None, *, again: Batch | None = None
+    ) -> torch.Tensor:
+        y = self.first(x)
+        for each in (batch, again):
+            if each is not None:
+                y = folded(y, each.parts) * each.weight
+                for flag in each.flags:
+                    y = y * 1.5 + flag
+                y = folded(y, dict.fromkeys(vars(each), 1))
+        return y
+
+
+def batches_of(x: torch.Tensor, factor: Any, seed: int) -> tuple[Args, Named]:
+    """Objects in which the order of attributes, of a dictionary and of a set differs."""
+    _, parts = parts_of(x, factor, seed)
+    one = Batch(x.detach() + 1, in_an_order(parts, seed), {8, 0} if seed % 2 else {0, 8})
+    two = Batch(x.detach() - 1, in_an_order(parts, seed // 2), frozenset((16, 0)))
+    if seed % 3 == 0:
+        two.__dict__["weight"] = two.__dict__.pop("weight")
+    return (one,), {"again": two}
+
+
+@named_kind
+def of_objects() -> World:
+    model = OfObjects()
+    return World(model, (4,), (model, "first"), more=batches_of)
+
+
+class OfDictionaries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, inputs: Named | None = None) -> torch.Tensor:
+        return folded(self.first(x), {} if inputs is None else inputs)
+
+
+@named_kind
+def of_dictionaries() -> World:
+    def more(x: torch.Tensor, factor: Any, seed: int) -> tuple[Args, Named]:
+        _, parts = parts_of(x, factor, seed)
+        return (), {"inputs": OrderedDict(in_an_order(parts, seed))}
+
+    model = OfDictionaries()
+    return World(model, (4,), (model, "first"), more=more)
+
+
 def made(name: str, seed: int, device: torch.device) -> World:
     """A world; the same seed makes the same one."""
     torch.manual_seed(seed)
-    world = KINDS[name]()
+    world = (KINDS | NAMED_KINDS)[name]()
     # A class of its own, so that a change of the class concerns this world alone.
     own = type(world.model)
     world.model.__class__ = type(own.__name__, (own,), {})
@@ -544,8 +720,8 @@ class Holder:
     def __init__(self, inner: Program) -> None:
         self.inner, self.options = inner, {"factor": 1.0}
 
-    def run(self, *args: Any) -> Any:
-        return scaled(self.inner(*args), self.options["factor"])
+    def run(self, *args: Any, **named: Any) -> Any:
+        return scaled(self.inner(*args, **named), self.options["factor"])
 
     __call__ = run
 
@@ -556,8 +732,8 @@ class Pipeline:
     def __init__(self, *stages: Program) -> None:
         self.stages = list(stages)
 
-    def __call__(self, *args: Any) -> Any:
-        result = self.stages[0](*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        result = self.stages[0](*args, **named)
         for stage in self.stages[1:]:
             result = stage(result)
         return result
@@ -570,8 +746,8 @@ class Shell(nn.Module):
         super().__init__()
         self.model, self.inside, self.factor = model, [inner], 1.0
 
-    def forward(self, *args: Any) -> Any:
-        return scaled(self.inside[0](*args), self.factor)
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return scaled(self.inside[0](*args, **named), self.factor)
 
 
 Knobs = dict[str, Callable[[float], None]]
@@ -594,8 +770,8 @@ def nothing(inner: Program, world: World) -> tuple[Program, Knobs]:
 def function(inner: Program, world: World) -> tuple[Program, Knobs]:
     factor = 1.0
 
-    def call(*args: Any) -> Any:
-        return scaled(inner(*args), factor)
+    def call(*args: Any, **named: Any) -> Any:
+        return scaled(inner(*args, **named), factor)
 
     def turn(value: float) -> None:
         nonlocal factor
@@ -607,13 +783,13 @@ def function(inner: Program, world: World) -> tuple[Program, Knobs]:
 @wrapping
 def function_of_a_global(inner: Program, world: World) -> tuple[Program, Knobs]:
     space: dict[str, Any] = {"inner": inner, "scaled": scaled, "FACTOR": 1.0}
-    exec("def call(*args):\n    return scaled(inner(*args), FACTOR)\n", space)
+    exec("def call(*a, **named):\n    return scaled(inner(*a, **named), FACTOR)\n", space)
     return space["call"], {"the global FACTOR = {}": lambda v: space.__setitem__("FACTOR", v)}
 
 
 @wrapping
 def function_with_a_default(inner: Program, world: World) -> tuple[Program, Knobs]:
-    call = lambda *args, inner=inner, factor=1.0: scaled(inner(*args), factor)  # noqa: E731
+    call = lambda *a, inner=inner, factor=1.0, **k: scaled(inner(*a, **k), factor)  # noqa: E731
     return call, {"the default factor = {}": lambda v: call.__kwdefaults__.__setitem__("factor", v)}
 
 
@@ -624,8 +800,8 @@ def partial(inner: Program, world: World) -> tuple[Program, Knobs]:
 
 @wrapping
 def partial_of_a_function(inner: Program, world: World) -> tuple[Program, Knobs]:
-    def call(inner: Program, *args: Any, factor: float) -> Any:
-        return scaled(inner(*args), factor)
+    def call(inner: Program, *args: Any, factor: float, **named: Any) -> Any:
+        return scaled(inner(*args, **named), factor)
 
     found = functools.partial(call, inner, factor=1.0)
     return found, {
@@ -672,12 +848,12 @@ def functional(inner: Program, world: World) -> tuple[Program, Knobs]:
     module = Shell(inner, world.model).train(world.model.training)
     options = {"factor": 1.0}
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         own = {n: p * options["factor"] for n, p in module.named_parameters()}
-        result = torch.func.functional_call(module, own, args)
+        result = torch.func.functional_call(module, own, args, named)
 
         def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-            return total(torch.func.functional_call(module, parameters, args))
+            return total(torch.func.functional_call(module, parameters, args, named))
 
         if not world.pure:
             return result
@@ -689,7 +865,7 @@ def functional(inner: Program, world: World) -> tuple[Program, Knobs]:
 
 @wrapping
 def checkpointed(inner: Program, world: World) -> tuple[Program, Knobs]:
-    return lambda *args: checkpoint(inner, *args, use_reentrant=False), {}
+    return lambda *a, **named: checkpoint(inner, *a, use_reentrant=False, **named), {}
 
 
 @wrapping
@@ -700,9 +876,9 @@ def compiled(inner: Program, world: World) -> tuple[Program, Knobs]:
 def unseen(inner: Program) -> Program:
     """Hooks for saved tensors see nothing of it."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            return inner(*args)
+            return inner(*args, **named)
 
     return call
 
@@ -734,14 +910,14 @@ class Part:
     """
 
     name: str
-    make: Callable[[Program, World, Args, int], Program]
+    make: Callable[[Program, World, Sample, int], Program]
     mode: bool | None = None
     copies: bool = False
     audited: bool = False
     keeps_grad: bool = True
 
 
-def _graph(target: Program, world: World, sample: Args, option: int) -> Program:
+def _graph(target: Program, world: World, sample: Sample, option: int) -> Program:
     if option == 3:
         found = gw.graph(target, on_miss="error")
         found.prepare([sample], progress=False)
@@ -749,25 +925,25 @@ def _graph(target: Program, world: World, sample: Args, option: int) -> Program:
     return gw.graph(target, outputs=("fresh", "static", "fresh")[option])
 
 
-def _buckets(target: Program, world: World, sample: Args, option: int) -> Program:
+def _buckets(target: Program, world: World, sample: Sample, option: int) -> Program:
     return gw.graph(target, buckets=gw.Buckets(batch=[2, 4] if option % 2 else [BATCH]))
 
 
-def _fuse(target: Program, world: World, sample: Args, option: int) -> Program:
+def _fuse(target: Program, world: World, sample: Sample, option: int) -> Program:
     options: dict[str, Any] = {"audit": 1} if AUDITED[0] else {}
-    return gw.fuse(target, () if option == 3 else sample, **options)
+    return gw.fuse(target, *(() if option == 3 else sample), **options)
 
 
-def _capture(target: Program, world: World, sample: Args, option: int) -> Program:
-    return gw.capture(target, *sample, outputs=("fresh", "static")[option % 2])
+def _capture(target: Program, world: World, sample: Sample, option: int) -> Program:
+    return gw.capture(target, *sample.args, outputs=("fresh", "static")[option % 2], **sample.named)
 
 
-def _tune(target: Program, world: World, sample: Args, option: int) -> Program:
+def _tune(target: Program, world: World, sample: Sample, option: int) -> Program:
     options: dict[str, Any] = {"audit": 1} if AUDITED[1] else {}
     with choosing(STRATEGIES[option]):
         return gw.tune(
             target,
-            sample,
+            *sample,
             strategies=[STRATEGIES[option]],
             isolate=False,
             remember=False,
@@ -776,7 +952,7 @@ def _tune(target: Program, world: World, sample: Args, option: int) -> Program:
         )
 
 
-def _load(target: Program, world: World, sample: Args, option: int) -> Program:
+def _load(target: Program, world: World, sample: Sample, option: int) -> Program:
     """Tune, save and load, with the model."""
     found = _tune(target, world, sample, option)
     assert isinstance(found, gw.TunedModule)
@@ -785,7 +961,7 @@ def _load(target: Program, world: World, sample: Args, option: int) -> Program:
         return gw.load(Path(folder) / "saved.gw", target, trust=True)
 
 
-def _load_alone(target: Program, world: World, sample: Args, option: int) -> Program:
+def _load_alone(target: Program, world: World, sample: Sample, option: int) -> Program:
     """Without the model."""
     found = _tune(target, world, sample, option)
     assert isinstance(found, gw.TunedModule)
@@ -794,17 +970,19 @@ def _load_alone(target: Program, world: World, sample: Args, option: int) -> Pro
         return gw.load(Path(folder) / "saved.gw", trust=True)
 
 
-def _callables(target: Program, world: World, sample: Args, option: int) -> Program:
-    return gw.make_graphed_callables(target, sample, allow_unused_input=True)
+def _callables(target: Program, world: World, sample: Sample, option: int) -> Program:
+    return gw.make_graphed_callables(
+        target, sample.args, sample_kwargs=sample.named, allow_unused_input=True
+    )
 
 
 def step_of(target: Program, world: World, inner_trains: bool) -> Program:
     """A training step of a program."""
 
-    def step(*args: Any) -> torch.Tensor:
-        before = target(*args) if inner_trains else None
+    def step(*args: Any, **named: Any) -> torch.Tensor:
+        before = target(*args, **named) if inner_trains else None
         world.optimizer.zero_grad()
-        loss = total(world.model(*args) if inner_trains else target(*args))
+        loss = total((world.model if inner_trains else target)(*args, **named))
         loss.backward()
         world.optimizer.step()
         return loss.detach() if before is None else loss.detach() + total(before)
@@ -812,8 +990,8 @@ def step_of(target: Program, world: World, inner_trains: bool) -> Program:
     return step
 
 
-def _step(target: Program, world: World, sample: Args, option: int) -> Program:
-    return gw.graph_step(target, sample, optimizer=world.optimizer)
+def _step(target: Program, world: World, sample: Sample, option: int) -> Program:
+    return gw.graph_step(target, sample.args, optimizer=world.optimizer)
 
 
 PARTS = {
@@ -961,8 +1139,8 @@ def other_class_of_layer(side: Side, value: float) -> None:
 def _become(module: nn.Module, value: float) -> None:
     before = type(module)
 
-    def forward(self: Any, *args: Any) -> Any:
-        return scaled(before.forward(self, *args), value)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        return scaled(before.forward(self, *args, **named), value)
 
     module.__class__ = type(f"Scaled{before.__name__}", (before,), {"forward": forward})
 
@@ -971,7 +1149,7 @@ def _become(module: nn.Module, value: float) -> None:
 def class_forward(side: Side, value: float) -> None:
     own = type(side.world.model)
     before = own.forward
-    own.forward = lambda self, *args: scaled(before(self, *args), value)
+    own.forward = lambda self, *a, **named: scaled(before(self, *a, **named), value)
 
 
 @change("nn.Linear.forward = itself * {}", everywhere=True)
@@ -985,7 +1163,7 @@ def linear_forward(stack: contextlib.ExitStack, value: float) -> None:
 def instance_forward(side: Side, value: float) -> None:
     model = side.world.model
     before = model.forward
-    model.forward = lambda *args: scaled(before(*args), value)
+    model.forward = lambda *a, **named: scaled(before(*a, **named), value)
 
 
 @change("layer.forward = itself * {}")
@@ -1091,6 +1269,24 @@ def optimizer_step(side: Side, value: float) -> None:
     world.optimizer.zero_grad()
 
 
+@change("the optimizer's lr = {} / 40")
+def optimizer_rate(side: Side, value: float) -> None:
+    for group in side.world.optimizer.param_groups:
+        group["lr"] = value / 40
+
+
+@change("the optimizer's momentum = {} / 4")
+def optimizer_momentum(side: Side, value: float) -> None:
+    for group in side.world.optimizer.param_groups:
+        group["momentum"] = value / 4
+
+
+@change("the optimizer's weight_decay = {} / 100")
+def optimizer_decay(side: Side, value: float) -> None:
+    for group in side.world.optimizer.param_groups:
+        group["weight_decay"] = value / 100
+
+
 @change("model.double() or model.float()")
 def precision(side: Side, value: float) -> None:
     model = side.world.model
@@ -1138,13 +1334,15 @@ def tuned_again(side: Side, value: float) -> None:
 def graphed_beside(side: Side, value: float) -> None:
     sample = sample_of(side.world)
     with torch.no_grad(), restored(side.world):
-        (gw.graph(side.world.model) if side.real else side.world.model)(*sample)
+        program = gw.graph(side.world.model) if side.real else side.world.model
+        program(*sample.args, **sample.named)
 
 
 @change("torch.compile(model)(x)", fits=lambda world: world.pure)
 def compiled_beside(side: Side, value: float) -> None:
     with torch.no_grad():
-        torch.compile(side.world.model, backend="eager")(*sample_of(side.world))
+        sample = sample_of(side.world)
+        torch.compile(side.world.model, backend="eager")(*sample.args, **sample.named)
 
 
 @change("model.compile()")
@@ -1175,7 +1373,11 @@ OF_CODE = {
     "instance_forward",
     "layer_forward",
 }
-SLOW = {"compiled_beside", "compiled_in_place", "tuned_again"}
+# What only steps of training see.
+OF_TRAINING = {"optimizer_rate", "optimizer_momentum", "optimizer_decay"}
+# What torch.compile made of a call with keywords answers one with others in another order, too.
+COMPILING = {"compiled_beside", "compiled_in_place"}
+SLOW = {*COMPILING, "tuned_again"}
 
 
 # ---------------------------------------------------------------- cases
@@ -1192,6 +1394,7 @@ class Asked:
         mode: of gradients: "no_grad", "grad", "input" (the input requires grad) or "inference".
         how: "once", "threads" (eight at once) or "copy" (a deep copy is called).
         factor: the plain number, for models that take one.
+        order: which of the orders of keyword arguments.
     """
 
     batch: int = BATCH
@@ -1200,11 +1403,13 @@ class Asked:
     mode: str = "no_grad"
     how: str = "once"
     factor: Any = 1.5
+    order: int = 0
 
     def __str__(self) -> str:
         shown = [f"batch {self.batch}", self.mode]
         shown += [self.layout] * (self.layout != "plain") + [self.how] * (self.how != "once")
         shown += [str(self.dtype)] * (self.dtype is not torch.float32)
+        shown += [f"order {self.order}"] * (self.order != 0)
         shown += [f"factor {self.factor!r}"] * (self.factor != 1.5 or self.factor is True)
         return ", ".join(shown)
 
@@ -1279,21 +1484,26 @@ _FACTORS = (1.5, 1.5, 2, 2.0, True, 3.0)
 
 
 @st.composite
-def cases(draw: st.DrawFn, shape: Shape, turn: int = 0) -> Case:
+def cases(draw: st.DrawFn, shape: Shape, turn: int = 0, *, named: bool = False) -> Case:
     """Cases of a shape.
 
     Args:
         draw: Hypothesis's.
         shape: what the program is made of.
         turn: of the choices, so that the simplest case is another one for each shape.
+        named: of models that take more than a tensor, by name and in objects.
     """
     # Twice the one whose weights are folded.
-    name = draw(st.sampled_from(rotated([*KINDS, "convolutional"], turn)))
+    kinds = [*NAMED_KINDS] if named else [*KINDS, "convolutional"]
+    name = draw(st.sampled_from(rotated(kinds, turn)))
     trains = "graph_step" in (shape.inner, shape.outer)
     held = [PARTS[part] for part in (shape.inner, shape.outer) if PARTS[part].copies]
     unseen = all(part.audited for part in held)
-    quick = [n for n, c in CHANGES.items() if n not in SLOW and (unseen or not c.unseen)]
-    allowed: list[Any] = [*quick, *quick, *SLOW]
+    left_out = SLOW if trains and named else SLOW | OF_TRAINING
+    quick = [n for n, c in CHANGES.items() if n not in left_out and (unseen or not c.unseen)]
+    allowed: list[Any] = [*quick, *quick, *sorted(SLOW - COMPILING if named else SLOW)]
+    if trains and named:
+        allowed += sorted(OF_TRAINING) * 4
     allowed += [index for index in range(12) for _ in range(8)]
     modes = ("grad",) if trains else _MODES
     steps = []
@@ -1306,6 +1516,7 @@ def cases(draw: st.DrawFn, shape: Shape, turn: int = 0) -> Case:
             mode=draw(st.sampled_from(rotated(modes, turn % 3 * 3))),
             how=draw(st.sampled_from(_HOWS)),
             factor=draw(st.sampled_from(_FACTORS)),
+            order=draw(st.integers(0, 5)) if named else 0,
         )
         first = place == 0 and draw(st.sampled_from((False, False, False, True)))
         names = [n for n in IN_PLACE if n in quick] if first else allowed
@@ -1325,7 +1536,7 @@ def cases(draw: st.DrawFn, shape: Shape, turn: int = 0) -> Case:
 # ---------------------------------------------------------------- the check
 
 
-def sample_of(world: World, asked: Asked | None = None, seed: int = 0) -> Args:
+def sample_of(world: World, asked: Asked | None = None, seed: int = 0) -> Sample:
     """Arguments of a call."""
     asked = asked or Asked()
     generator = torch.Generator().manual_seed(seed)
@@ -1341,7 +1552,16 @@ def sample_of(world: World, asked: Asked | None = None, seed: int = 0) -> Args:
     dtype = asked.dtype if model is torch.float32 else model
     x = _on(x, world.device, dtype)
     x.requires_grad_(asked.mode == "input")
-    return (x, asked.factor) if world.factors else (x,)
+    if world.more is not None:
+        args, named = world.more(x, asked.factor, seed)
+        return Sample((x, *args), in_an_order(named, asked.order))
+    return Sample((x, asked.factor) if world.factors else (x,), {})
+
+
+def in_an_order(named: Named, turn: int) -> Named:
+    """The same keyword arguments in one of their orders."""
+    orders = [*itertools.permutations(named)]
+    return {name: named[name] for name in orders[turn % len(orders)]}
 
 
 def _on(x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -1375,7 +1595,7 @@ def _wrap(side: Side, name: str, where: str) -> None:
 
 
 def _part(
-    side: Side, case: Case, name: str, option: int, sample: Args, *, inner_trains: bool
+    side: Side, case: Case, name: str, option: int, sample: Sample, *, inner_trains: bool
 ) -> None:
     part, world = PARTS[name], side.world
     world.model.train(case.training if part.mode is None else part.mode)
@@ -1386,7 +1606,8 @@ def _part(
     elif case.alone and name == "load":
         side.program = _load_alone(target, world, sample, option)
     else:
-        arguments = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), sample)
+        kept = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (*sample,))
+        arguments = Sample(*kept)
         side.program = part.make(target, world, arguments, option)
 
 
@@ -1628,6 +1849,10 @@ class _Run:
             # Of the user's own torch.compile, and loud; with functional_call it comes and goes.
             self.tally["TorchDynamo fails"] += 1
             return False
+        if self.trains and not mine.world.model.training and "not require grad" in str(got.error):
+            # By a graph, a model in eval mode is for inference.
+            self.tally["no gradients in eval mode"] += 1
+            return False
         if expected.error is not None or got.error is not None:
             if got.error is None:
                 raise self.wrong(where, _shown(expected.error), "no error")
@@ -1669,11 +1894,11 @@ class _Run:
                 program = copy.deepcopy(program)
             except Exception as error:
                 return Outcome(None, error)
-        args = sample_of(side.world, asked, seed)
+        args, named = sample_of(side.world, asked, seed)
         wanted = self._grad_wanted(side, asked) and not copied
         try:
             with _gradients(asked.mode):
-                result = program(*args)
+                result = program(*args, **named)
             found: dict[str, Any] = {"result": pytree.tree_map_only(torch.Tensor, _kept, result)}
             found["the input"] = _kept(args[0])
             if wanted:
@@ -1767,7 +1992,7 @@ def _in_threads(side: Side, asked: Asked, seed: int) -> Outcome:
             if side.real:
                 start.wait()
             with torch.no_grad():
-                result = side.program(*samples[index])
+                result = side.program(*samples[index].args, **samples[index].named)
             found[index] = pytree.tree_map_only(torch.Tensor, _kept, result)
         except Exception as error:
             errors.append(error)
@@ -1813,7 +2038,7 @@ def examples_of(shape: Shape) -> int:
     return 3 if "compiled" in (shape.between, shape.around) else EXAMPLES
 
 
-def drawn(shape: Shape, turn: int, count: int) -> list[Case]:
+def drawn(shape: Shape, turn: int, count: int, *, named: bool = False) -> list[Case]:
     """Random cases of a shape, the same ones each time."""
     found: list[Case] = []
 
@@ -1825,7 +2050,7 @@ def drawn(shape: Shape, turn: int, count: int) -> list[Case]:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )
-    @given(cases(shape, turn))
+    @given(cases(shape, turn, named=named))
     def run(case: Case) -> None:
         found.append(case)
 
@@ -1833,13 +2058,15 @@ def drawn(shape: Shape, turn: int, count: int) -> list[Case]:
     return found
 
 
-def search(shape: Shape, turn: int, examples: int, device: torch.device) -> int:
+def search(
+    shape: Shape, turn: int, examples: int, device: torch.device, *, named: bool = False
+) -> int:
     """Check random cases of a shape, the same ones each time; how many.
 
     Raises:
         Wrong: for the first that is wrong, made as simple as a few tries allow.
     """
-    found = drawn(shape, turn, examples)
+    found = drawn(shape, turn, examples, named=named)
     for case in found:
         try:
             check(case, device)

@@ -991,3 +991,43 @@ def test_nothing_is_captured_for_training_under_hooks_for_saved_tensors(
         assert torch.equal(mine, theirs)
     gw.make_graphed_callables(model, (x,))(x).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+class Steps:
+    """Runs steps that it holds."""
+
+    def __init__(self, *steps: Callable[..., torch.Tensor]) -> None:
+        self.steps = list(steps)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(step(x) for step in self.steps)
+
+
+@pytest.mark.parametrize("held", ["closure", "object"])
+def test_a_change_of_what_a_step_inside_of_a_step_reads_is_seen(
+    held: str, device: torch.device
+) -> None:
+    found = []
+    for graphed in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        options = {"factor": 1.0}
+
+        def train(
+            x: torch.Tensor, model: Any = model, optimizer: Any = optimizer, options: Any = options
+        ) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) * options["factor"]).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        x = torch.ones(2, 3, device=device)
+        inner = gw.graph_step(train, (x,)) if graphed else train
+        outer: Any = Steps(inner) if held == "object" else lambda x, inner=inner: inner(x)
+        outer = gw.graph_step(outer, (x,)) if graphed else outer
+        losses = [outer(x), outer(x)]
+        options["factor"] = 3.0
+        found.append([float(loss) for loss in [*losses, outer(x), outer(x)]])
+    assert found[0] == found[1]

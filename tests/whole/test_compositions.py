@@ -30,6 +30,7 @@ from graphwright.calls.watch import ModuleWatch
 from graphwright.dispatch import fast_path, graphed_callable
 from graphwright.dispatch.graph_cache import GraphCache
 from graphwright.dispatch.graphed_callable import GraphedCallable
+from graphwright.graphs import captured_call
 from graphwright.training.step.captured_step import CapturedStep
 
 PLAN = plan()
@@ -77,6 +78,67 @@ def test_each_pair_of_parts_once_does_what_eager_does(device: torch.device) -> N
     assert len(pairs) == len(PARTS) ** 2
     for shape in pairs.values():
         search(shape, turn_of(shape), 1, device)
+
+
+# ---------------------------------------------------------------- keywords, objects, optimizers
+
+# Those with a choice among compilers take seconds.
+QUICK_PAIRS = [pair for pair in PAIRS[::3] if "tune" not in pair.id and "load" not in pair.id]
+
+
+NAMED_EXAMPLES = 10  # of each shape
+
+
+def shapes_of(inner: str, outer: str) -> list[Shape]:
+    """The shapes of a pair, but for torch.compile, to which all orders of keywords are one."""
+    return [s for s in PLAN[inner, outer] if "compiled" not in vars(s).values()]
+
+
+@pytest.mark.parametrize(("inner", "outer"), QUICK_PAIRS)
+def test_calls_by_name_and_with_objects_do_what_eager_does(
+    inner: str, outer: str, device: torch.device
+) -> None:
+    shape = shapes_of(inner, outer)[0]
+    assert search(shape, turn_of(shape), 1, device, named=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+def test_a_composition_called_by_name_does_what_eager_does(
+    inner: str, outer: str, device: torch.device
+) -> None:
+    for shape in shapes_of(inner, outer):
+        search(shape, turn_of(shape), 1, device, named=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+def test_compositions_of_a_pair_called_by_name(
+    inner: str, outer: str, device: torch.device
+) -> None:
+    shapes = shapes_of(inner, outer)
+    done = sum(search(s, turn_of(s), NAMED_EXAMPLES, device, named=True) for s in shapes)
+    assert done >= 10
+
+
+def test_over_two_thousand_compositions_are_called_by_name() -> None:
+    assert NAMED_EXAMPLES * sum(len(shapes_of(*pair)) for pair in PLAN) >= 2000
+
+
+def test_keyword_arguments_that_are_sorted_are_found_out(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flatten = signature.flatten
+
+    def sorting(args: Any, kwargs: Any, *, objects: bool = False) -> Any:
+        return flatten(args, dict(sorted(kwargs.items())), objects=objects)
+
+    shapes = [s for each in PLAN.values() for s in each if s.outer in ("graph", "capture")]
+    shapes = [s for s in shapes if "compiled" not in vars(s).values()]
+    for module in (signature, captured_call):
+        monkeypatch.setattr(module, "flatten", sorting)
+    found = (is_wrong(c, device) for s in shapes for c in drawn(s, turn_of(s), 2, named=True))
+    assert any(itertools.islice(found, 40))
 
 
 # ---------------------------------------------------------------- planted bugs

@@ -165,8 +165,9 @@ class _Loading:
             self.loader = self.candidate.loader if facts["loads"] else None
             self.pure, self.same_under_no_grad = bool(facts["pure"]), bool(facts["quiet"])
             facts["model_there"] = bool(facts["model_there"])
-            # Files of earlier versions do not have them.
+            # Files of earlier versions have neither.
             self.argument_names = [_identifier(name) for name in facts.get("argument_names", ())]
+            self.sees_order = bool(facts.get("sees_order", True))
             self._refuse_switches()
         except ArtifactError:
             raise
@@ -185,7 +186,8 @@ class _Loading:
         if stored and doubtful is not None and not trust:
             self._refuse_doubtful(doubtful)
         self.model = model
-        self.module = self.called = _module_for(model, self.argument_names)
+        absent = Absent(self.argument_names, sees_order=self.sees_order)
+        self.module = self.called = absent if model is None else _module_for(model)
         self.object_calls: list[object_calls.StoredCall] = []
         self.device = self._device()
         self.notes: list[str] = []
@@ -563,9 +565,7 @@ def _cache_misses() -> int:
     return int(known["inductor"]["fxgraph_cache_miss"]) if known else 0
 
 
-def _module_for(model: Callable[..., Any] | None, argument_names: Sequence[str]) -> nn.Module:
-    if model is None:
-        return Absent(argument_names)
+def _module_for(model: Callable[..., Any]) -> nn.Module:
     if isinstance(model, TunedModule):
         model = model.module
     module = model if isinstance(model, nn.Module) else FunctionModule(model)

@@ -23,7 +23,7 @@ from ..shapes.dimensions import parameters_of
 from ..strategies.base import Kept
 from . import container, evidence, object_calls, padding_plans
 from .substitute import substitutes, unsavable
-from .tuned_module import Absent, Origin, TunedModule, of_tensors
+from .tuned_module import Absent, Origin, TunedModule, model_sees_order, of_tensors
 
 # Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"
@@ -170,6 +170,7 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
     """
     candidate, device = origin.candidate, origin.device
     argument_names = argument_names_of(tuned._choice.module)
+    ordered = model_sees_order(tuned._choice.module)
     apart, tuned = tuned._choice.apart, of_tensors(tuned)
     why = unsavable(candidate)
     if why is not None:
@@ -208,6 +209,7 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
             "model": report.model,
             "model_there": not isinstance(tuned._choice.module, Absent),
             "argument_names": argument_names,
+            "sees_order": ordered,
             "pure": tuned._choice.pure,
             "quiet": tuned._choice.same_under_no_grad,
             "environment": environment(device),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from ..calls.binding import Form, Parameters, form_of
+from ..calls.binding import Form, Parameters, form_of, sees_order
 from ..calls.dependencies import Called
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy, any_in_training, in_training
@@ -72,11 +72,13 @@ class Absent(nn.Module):
 
     Args:
         argument_names: the names of the model's parameters, as far as they are known.
+        sees_order: whether the model may see the order of keyword arguments.
     """
 
-    def __init__(self, argument_names: Sequence[str] = ()) -> None:
+    def __init__(self, argument_names: Sequence[str] = (), *, sees_order: bool = True) -> None:
         super().__init__()
         self.argument_names = tuple(argument_names)
+        self.sees_order = sees_order
         self.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,11 +213,7 @@ class _Choice:
             return found, args, kwargs
         own = form_of(args, kwargs)
         forms = [form for form in self.forms if form != own]
-        parameters = Parameters.of(self.module) if forms else None
-        if parameters is None:
-            return None, args, kwargs
-        every = [parameters.in_form(form, args, kwargs) for form in forms]
-        others = [each for each in every if each is not None]
+        others = self._in_forms(forms, args, kwargs) if forms else []
         for mine, named in others:
             found = self.entry_for(mine, named)
             if found is not None:
@@ -223,6 +221,20 @@ class _Choice:
         if own in self.forms or not others:
             return None, args, kwargs
         return None, *others[0]
+
+    def _in_forms(
+        self, forms: Sequence[Form], args: Args, kwargs: Kwargs
+    ) -> list[tuple[Args, dict[str, Any]]]:
+        """A call in those of some forms in which it is the same call."""
+        parameters = Parameters.of(self.module)
+        if parameters is not None:
+            every = [parameters.in_form(form, args, kwargs) for form in forms]
+            return [each for each in every if each is not None]
+        orders = [names for count, names in forms if count == len(args)]
+        orders = [names for names in orders if kwargs.keys() == {*names}]
+        if not orders or model_sees_order(self.module):
+            return []
+        return [(args, {name: kwargs[name] for name in names}) for names in orders]
 
     def entry_for(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """The entry that answers a call; None if there is none."""
@@ -323,6 +335,11 @@ class _Choice:
 
 def _never() -> bool:
     return False
+
+
+def model_sees_order(module: nn.Module) -> bool:
+    """Whether a model, or the one that is absent, may see the order of keyword arguments."""
+    return module.sees_order if isinstance(module, Absent) else sees_order(module)
 
 
 def _form(signature: CallSignature | RangedSignature) -> Form:
@@ -620,8 +637,16 @@ def assemble(
         unchanged, training = watch.unchanged, in_training(module)
         # Where several calls were tuned, they are told apart by their signatures.
         alike: Checks = "signature" if checks == "none" and len(builts) > 1 else checks
+        # A launch takes the arguments in a row, in the order of the signature.
+        ordered = model_sees_order(module)
         found = [
-            shortcut(signature, built.launch, unchanged, training=training, checks=alike)
+            shortcut(
+                signature if ordered else signature.in_any_order(),
+                built.launch,
+                unchanged,
+                training=training,
+                checks=alike,
+            )
             for signature, built in zip(signatures, builts, strict=True)
         ]
     short = [each for each in found if each is not None]

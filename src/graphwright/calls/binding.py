@@ -2,34 +2,94 @@
 
 `m(x, mask)` and `m(mask=mask, x=x)` are the same call of a plain Python function, and so are `m(x)`
 and `m(x, None)` where None is the default. What was built for one form answers the others, where
-nothing but Python binds the arguments.
+nothing but Python binds the arguments. `sees_order` says who may see even the order of keywords.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
 from .dependencies import BACKWARD_HOOKS, FORWARD_HOOKS, GLOBAL_HOOKS, Called
+from .introspection import StandIn
 from .signature import Args, Kwargs
 
-# How a call passes its arguments: how many by position, and the sorted names of the others.
+# How a call passes its arguments: how many by position, and the names of the others in order.
 Form = tuple[int, tuple[str, ...]]
 # Types of which equal values are the same object.
 _SINGLETONS = (type(None), bool, torch.dtype)
 _NO_DEFAULT = object()
 _VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+# The attribute of a function of ours that passes its keyword arguments on as they are: to what.
+PASSES_TO = "_graphwright_passes_to"
 
 
 def form_of(args: Args, kwargs: Kwargs) -> Form:
     """How a call passes its arguments."""
-    return len(args), tuple(sorted(kwargs)) if kwargs else ()
+    return len(args), tuple(kwargs)
+
+
+def sees_order(function: Callable[..., Any]) -> bool:
+    """Whether a callable may see in which order the keyword arguments of a call come.
+
+    It cannot where nothing but Python binds them, each to a parameter of its own.
+    """
+    while True:
+        if isinstance(function, StandIn):
+            function = function._graphwright_stands_for
+        elif isinstance(function, Called):
+            function = function.function_of()
+        elif isinstance(function, nn.Module):
+            if _has_hooks(function):
+                return True
+            if isinstance(function, torch.jit.ScriptModule):
+                return False  # A schema binds them.
+            function = _forward_of(function)
+        elif type(function) is types.MethodType:
+            function = function.__func__
+        elif type(function) is functools.partial:
+            function = function.func
+        elif hasattr(function, PASSES_TO):
+            function = getattr(function, PASSES_TO)
+        elif type(function) is types.FunctionType:
+            return bool(function.__code__.co_flags & inspect.CO_VARKEYWORDS)
+        else:
+            return not isinstance(function, torch.jit.ScriptFunction)
+
+
+def in_one_order(
+    function: Callable[..., Any],
+    kwargs: Kwargs,
+    known: dict[frozenset[str], tuple[str, ...]] | None = None,
+) -> Kwargs:
+    """The keyword arguments of a call, in an order that all calls share which are the same call.
+
+    The same dictionary, if they are in it or the callable may see their order.
+
+    Args:
+        function: what is called.
+        kwargs: of the call.
+        known: the first order in which calls had these arguments, which is taken and noted; without
+            it, they are sorted.
+    """
+    if len(kwargs) < 2:
+        return kwargs
+    names = tuple(sorted(kwargs)) if known is None else known.get(frozenset(kwargs))
+    if names == (*kwargs,) or sees_order(function):
+        return kwargs
+    if names is None:
+        assert known is not None
+        known[frozenset(kwargs)] = (*kwargs,)
+        return kwargs
+    return {name: kwargs[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -101,8 +161,11 @@ class Parameters:
 def _forward_of(module: nn.Module) -> Any:
     """What a call of a module runs with the module itself; None if it is another one's."""
     kind, attributes = type(module), vars(module)
+    # A GraphModule's class is its own, and its call that of a module.
+    above = kind.__mro__[1 if isinstance(module, fx.GraphModule) else 0 :]
+    call = next(vars(each)["__call__"] for each in above if "__call__" in vars(each))
     plain = (
-        kind.__call__ is nn.Module.__call__
+        call is nn.Module.__call__
         and kind._call_impl is nn.Module._call_impl
         and kind.__getattribute__ is nn.Module.__getattribute__
         and attributes.keys().isdisjoint(("forward", "_call_impl"))

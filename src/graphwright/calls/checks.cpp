@@ -402,7 +402,8 @@ struct Arguments {
   PyObject_HEAD
   std::vector<ArgumentFacts> facts;
   std::vector<int64_t> geometry;
-  std::vector<PyObject*> names;  // owned; of the keyword arguments, which come last
+  std::vector<PyObject*> names;  // owned; of the keyword arguments, which come last, in order
+  bool any_order;                // whether these may come in another order
   c10::impl::LocalDispatchKeySet settings;
   std::shared_ptr<c10::SafePyObject> mode;  // that of the default device, if there is one
   bool quiet;
@@ -477,8 +478,13 @@ PyObject* arguments_call(PyObject* object, PyObject* given, PyObject*) {
     if (tensors == nullptr) return nullptr;
     for (size_t n = 0; n < count - named; ++n)
       PyTuple_SET_ITEM(tensors, n, Py_NewRef(PyTuple_GET_ITEM(args, n)));
+    PyObject *name, *value;
+    Py_ssize_t place = 0;
     for (size_t n = 0; n < named; ++n) {
-      PyObject* value = PyDict_GetItemWithError(kwargs, self->names[n]);
+      if (!PyDict_Next(kwargs, &place, &name, &value))
+        value = nullptr;
+      else if (name != self->names[n] && PyUnicode_Compare(name, self->names[n]) != 0)
+        value = self->any_order ? PyDict_GetItemWithError(kwargs, self->names[n]) : nullptr;
       if (value == nullptr) {
         PyErr_Clear();
         Py_DECREF(tensors);
@@ -500,12 +506,13 @@ PyObject* arguments_call(PyObject* object, PyObject* given, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Takes the tensors of a call that fits, the names of those that are keyword arguments, and whether
-// no gradients can be wanted. If a mode for functions is on, it is that of the default device.
+// Takes the tensors of a call that fits, the names of those that are keyword arguments, whether these
+// may come in another order, and whether no gradients can be wanted. If a mode for functions is on, it is that of the default device.
 PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *tensors, *names;
-  int quiet;
-  if (!PyArg_ParseTuple(args, "O!O!p", &PyTuple_Type, &tensors, &PyTuple_Type, &names, &quiet))
+  int any_order, quiet;
+  if (!PyArg_ParseTuple(args, "O!O!pp", &PyTuple_Type, &tensors, &PyTuple_Type, &names, &any_order,
+                        &quiet))
     return nullptr;
   Arguments* self = reinterpret_cast<Arguments*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
@@ -514,6 +521,7 @@ PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&self->names) decltype(self->names)();
   new (&self->settings) decltype(self->settings)(c10::impl::tls_local_dispatch_key_set());
   new (&self->mode) decltype(self->mode)(first_mode());
+  self->any_order = any_order != 0;
   self->quiet = quiet != 0;
   for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(names); ++n)
     self->names.push_back(Py_NewRef(PyTuple_GET_ITEM(names, n)));

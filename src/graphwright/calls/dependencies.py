@@ -135,6 +135,16 @@ _MAKE_INSTANCES = frozenset(("__init__", "__new__"))
 _IMMUTABLE = 1 << 8
 
 
+class RunsStep:
+    """Runs a training step: a step around it depends on what that depends on."""
+
+    __slots__ = ()
+
+    @property
+    def _graphwright_step(self) -> Callable[..., Any]:
+        raise NotImplementedError
+
+
 class Name(NamedTuple):
     """A readable name of a place: an attribute, variable or item, and what it belongs to."""
 
@@ -724,6 +734,8 @@ class Dependencies:
         """Look into a value, whatever it is."""
         while isinstance(value, StandIn) and not isinstance(value, nn.Module):
             value = value._graphwright_stands_for
+        if self._training and isinstance(value, RunsStep):
+            value = value._graphwright_step
         if isinstance(value, nn.Module | torch.Tensor) and not inside:
             self.outermost.setdefault(id(value), (name, value))
         if isinstance(value, nn.Module):

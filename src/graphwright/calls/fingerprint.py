@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .binding import in_one_order
 from .modules import in_training
 from .signature import SCALARS, Args, CallSignature, Kwargs, argument_names, flatten
 from .switches import read
@@ -83,7 +84,7 @@ def key_of(
     words = _Words(module, device := torch.device(device))
     parts = {
         "model": {path: words.module(child) for path, child in module.named_modules()},
-        "calls": [words.call(args, kwargs) for args, kwargs in calls],
+        "calls": [words.call(args, in_one_order(module, kwargs)) for args, kwargs in calls],
         "device": device.type,
         "environment": {name: str(value) for name, value in environment.items()},
         "options": {name: words.value(value) for name, value in options.items()},

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,6 +42,11 @@ _DEEPEST = 100
 _LONGEST_KEY = 10
 # Never taken apart: they are more than their attributes.
 _WHOLE = (torch.Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
+# Ways in which a set is made again, until it iterates in the wanted order: orders of its values,
+# and sizes of its table, which values that are taken away again bring about.
+_TURNS = 16
+_TABLES = (8, 16, 32, 64, 128, 256, 512)
+_OTHERS = [object() for _ in range(256)]
 # Packages whose objects are the machinery of tracers and compilers.
 _MACHINERY = ("torch._", "torch.fx", "torch.jit")
 
@@ -149,6 +157,81 @@ class Kind:
     holds: bool
 
 
+@dataclass(frozen=True)
+class SetKind:
+    """What a set of plain values is, and in which order it iterates: the context of its node.
+
+    Attributes:
+        cls: set or frozenset.
+        values: with their types, in order.
+        like: the frozenset itself, or a copy of the set; None for what was read from a file.
+    """
+
+    cls: type
+    values: tuple[tuple[type, Any], ...]
+    like: Any = field(compare=False, repr=False, default=None)
+
+    @classmethod
+    def of(cls, value: set[Any] | frozenset[Any]) -> SetKind:
+        """Describe a set.
+
+        Raises:
+            SignatureError: no set can be made that iterates in the same order.
+        """
+        made = cls(type(value), tuple([(type(each), each) for each in value]), value.copy())
+        if made._in_order() is None:
+            raise SignatureError(
+                f"A {type(value).__name__} of {len(value)} values iterates in an order that no "
+                "copy of it can be given.",
+                remedy="Pass a list, a dictionary or a frozenset.",
+            )
+        return made
+
+    def build(self) -> Any:
+        """A set of these values that iterates in their order, wherever one can be made.
+
+        That of text depends on the process: a set from a file may iterate in another order.
+        """
+        found = self._in_order()
+        return self.cls(value for _, value in self.values) if found is None else found
+
+    def _in_order(self) -> Any:
+        if self.cls is frozenset and self.like is not None:
+            return self.like
+        values = [value for _, value in self.values]
+        if self.like is not None and [*(made := self.like.copy())] == values:
+            return made
+        way = _way_to_make(self.cls, self.values)
+        return None if way is None else next(islice(_made_in_all_ways(self.cls, values), way, None))
+
+
+@functools.lru_cache(256)
+def _way_to_make(cls: type, typed: tuple[tuple[type, Any], ...]) -> int | None:
+    """By which of many ways to make a set it iterates in the order of these values, if by any."""
+    values = [value for _, value in typed]
+    ways = _made_in_all_ways(cls, values)
+    return next((way for way, made in enumerate(ways) if [*made] == values), None)
+
+
+def _made_in_all_ways(cls: type, values: list[Any]) -> Iterator[Any]:
+    """The same set, made in one way after another.
+
+    CPython keeps the values in a table. Its size depends on what a set has held before, and in
+    which order the values are found depends on the size, and on which came first to their places.
+    """
+    for start in range(min(len(values), _TURNS) or 1):
+        turned = [*values[start:], *values[:start]]
+        for given in (turned, turned[::-1]):
+            yield cls(given)
+            yield cls(set(given))
+            for table in _TABLES:
+                others = _OTHERS[: max(0, table // 2 - 1 - len(values))]
+                made = set(given)
+                made.update(set(others))
+                deque(map(made.discard, others), maxlen=0)
+                yield made if cls is set else cls(made)
+
+
 class _Node:
     """A node of a tree; flattened it is its children, and its context."""
 
@@ -234,11 +317,11 @@ class Constant(_Node):
 
 
 class SetNode(_Node):
-    """A set of plain values; its context is its class, and the values with their types."""
+    """A set of plain values; its context is a `SetKind`."""
 
     @classmethod
     def build(cls, children: list[Any], context: Any) -> Any:
-        return context[0](value for _, value in context[1])
+        return context.build()
 
 
 class _Kept(_Node):
@@ -530,8 +613,10 @@ def one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 def _parts_of(value: Any) -> list[tuple[str, Any]] | None:
     """What a container or object holds, with names; None for anything else."""
-    if _constant_of(value) is not None:
-        return [] if type(value) is set else None
+    if type(value) is set and _is_plain_set(value):
+        return []
+    if _is_constant(value):
+        return None
     if is_container(value):
         children, _ = one_level(value)
         return [(f"[{place}]", child) for place, child in enumerate(children)]
@@ -544,14 +629,25 @@ def _parts_of(value: Any) -> list[tuple[str, Any]] | None:
     return found + [(f"[{place}]", child) for place, child in enumerate(values)]
 
 
+def _is_plain_set(value: Any) -> bool:
+    """Whether a value is a set whose values its spec can hold."""
+    return type(value) in (set, frozenset) and all(isinstance(v, _SET_VALUES) for v in value)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether `_constant_of` gives a node for a value."""
+    constants = enum.Enum | type | torch.layout | torch.memory_format
+    return isinstance(value, constants) or type(value) is torch.Size or _is_plain_set(value)
+
+
 def _constant_of(value: Any) -> _Node | None:
     """A node for a value without tensors that its spec can hold; None for others."""
     if isinstance(value, enum.Enum | type | torch.layout | torch.memory_format):
         return Constant([], (type(value), value))
     if type(value) is torch.Size:
         return Constant([], (torch.Size, value))
-    if type(value) in (set, frozenset) and all(isinstance(each, _SET_VALUES) for each in value):
-        return SetNode([], (type(value), frozenset((type(each), each) for each in value)))
+    if _is_plain_set(value):
+        return SetNode([], SetKind.of(value))
     return None
 
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ def flatten(
 ) -> tuple[list[Any], pytree.TreeSpec]:
     """Flatten a call into its leaves and the tree that puts them back together.
 
-    Keyword arguments are sorted by name: f(a=1, b=2) and f(b=2, a=1) are the same call.
+    Keyword arguments keep the caller's order, which a callable that takes any of them sees. For one
+    that cannot see it, `binding.in_one_order` makes f(a=1, b=2) and f(b=2, a=1) the same call.
 
     Args:
         args: of the call.
@@ -61,7 +62,7 @@ def flatten(
     Raises:
         SignatureError: an object holds itself.
     """
-    tree = (tuple(args), dict(sorted(kwargs.items())))
+    tree = (tuple(args), dict(kwargs))
     # Without objects and containers, there is nothing to take apart.
     if objects and has_objects((*args, *kwargs.values())):
         tree = apart(tree)
@@ -87,7 +88,7 @@ def argument_names(args: Args, kwargs: Kwargs, *, objects: bool = False) -> list
     """Names of a call's leaves, as `flatten` gives them: positional by index, keywords by name."""
     taken = apart if objects else _as_it_is
     names = leaf_names(taken(tuple(args)), "args")
-    for key, value in sorted(kwargs.items()):
+    for key, value in kwargs.items():
         names += leaf_names(taken(value), key)
     return names
 
@@ -334,10 +335,11 @@ class MixedArguments:
 
     Attributes:
         count: how many are positional.
-        names: of the keyword arguments, sorted.
+        names: of the keyword arguments, in order.
         plain: the plain values, with their positions.
         places: positions of the tensors.
         guard: PyTorch's own check of the tensors.
+        any_order: whether the keyword arguments may come in another order.
     """
 
     count: int
@@ -345,27 +347,31 @@ class MixedArguments:
     plain: tuple[tuple[int, Any], ...]
     places: tuple[int, ...]
     guard: Callable[..., bool]
+    any_order: bool
 
     @classmethod
-    def of(cls, args: Args, kwargs: Kwargs) -> MixedArguments | None:
+    def of(cls, args: Args, kwargs: Kwargs, *, any_order: bool) -> MixedArguments | None:
         """Describe a call; None if it has other arguments, or no tensors."""
-        names = tuple(sorted(kwargs))
-        values = (*args, *(kwargs[name] for name in names))
+        values = (*args, *kwargs.values())
         places = tuple(i for i, v in enumerate(values) if isinstance(v, torch.Tensor))
         plain = tuple((i, v) for i, v in enumerate(values) if isinstance(v, SCALARS))
         if not places or len(places) + len(plain) < len(values):
             return None
         guard = guard_of(tuple(values[i] for i in places))
-        return None if guard is None else cls(len(args), names, plain, places, guard)
+        if guard is None:
+            return None
+        return cls(len(args), tuple(kwargs), plain, places, guard, any_order)
 
     def values(self, args: Args, kwargs: Kwargs) -> Args | None:
         """A call's arguments as one tuple, if the plain ones are the same objects; else None."""
         if len(args) != self.count or len(kwargs) != len(self.names):
             return None
         if kwargs:
-            try:
-                args = (*args, *[kwargs[name] for name in self.names])
-            except KeyError:
+            if (*kwargs,) == self.names:  # Written out, since it is done at each call.
+                args = (*args, *kwargs.values())
+            elif (named := in_order_of(self.names, kwargs, self.any_order)) is not None:
+                args = (*args, *named)
+            else:
                 return None
         for index, value in self.plain:
             if args[index] is not value:
@@ -386,8 +392,8 @@ class CallSignature:
     aliases: tuple[tuple[int, int, int], ...]
     switches: tuple[Any, ...]
     # For the common case, arguments that are all plain tensors, which are compared without
-    # flattening: descriptions of the positional arguments, and of the keyword arguments sorted by
-    # name. None for other calls.
+    # flattening: descriptions of the positional arguments, and of the keyword arguments. None for
+    # other calls.
     flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
         compare=False
     )
@@ -397,15 +403,21 @@ class CallSignature:
     mixed: MixedArguments | None = field(compare=False, repr=False, default=None)
     # Whether objects are taken apart.
     objects: bool = field(compare=False, repr=False, default=False)
+    # Whether calls with the keyword arguments in another order fit, since nobody can see it.
+    any_order: bool = field(compare=False, repr=False, default=False)
 
     @classmethod
-    def of(cls, args: Args, kwargs: Kwargs, *, objects: bool = False) -> CallSignature:
+    def of(
+        cls, args: Args, kwargs: Kwargs, *, objects: bool = False, any_order: bool = False
+    ) -> CallSignature:
         """Describe a call.
 
         Args:
             args: of the call.
             kwargs: likewise.
             objects: whether objects among them are taken apart, or refused.
+            any_order: whether calls fit that have the keyword arguments in another order; only
+                where the callable cannot see it (`binding.sees_order`).
 
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
@@ -433,12 +445,36 @@ class CallSignature:
         if not aliases and all(isinstance(value, torch.Tensor) for value in values):
             flat = (
                 tuple(describe(value) for value in args),
-                {name: describe(value) for name, value in sorted(kwargs.items())},
+                {name: describe(value) for name, value in kwargs.items()},
             )
-            guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
-        mixed = None if flat is not None or aliases else MixedArguments.of(args, kwargs)
+            guard = guard_of(values)
+        mixed = None
+        if flat is None and not aliases:
+            mixed = MixedArguments.of(args, kwargs, any_order=any_order)
         switched = (*autocast(), *lasting_switches())
-        return cls(spec, tuple(described), aliases, switched, flat, guard, mixed, objects)
+        return cls(
+            spec, tuple(described), aliases, switched, flat, guard, mixed, objects, any_order
+        )
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the keyword arguments, in order."""
+        return tuple(self.spec.children()[1].context)
+
+    def in_order(self, kwargs: Kwargs) -> Kwargs:
+        """The keyword arguments of a call that fits, in the order of those described here."""
+        if not self.any_order or (*kwargs,) == self.names:
+            return kwargs
+        return {name: kwargs[name] for name in self.names}
+
+    def in_any_order(self) -> CallSignature:
+        """The same signature; calls with the keyword arguments in another order fit too."""
+        mixed = None if self.mixed is None else replace(self.mixed, any_order=True)
+        return replace(self, mixed=mixed, any_order=True)
+
+    def _ordered(self, kwargs: Kwargs) -> Kwargs:
+        """The keyword arguments of any call, in the order of those described if that is free."""
+        return self.in_order(kwargs) if kwargs.keys() == {*self.names} else kwargs
 
     @functools.cached_property
     def has_objects(self) -> bool:
@@ -478,10 +514,14 @@ class CallSignature:
             positional, named = self.flat
             if len(args) != len(positional) or len(kwargs) != len(named):
                 return False
-            try:
-                values = (*args, *[kwargs[name] for name in named]) if named else args
-            except KeyError:
-                return False
+            values = args
+            if named:
+                if (*kwargs,) == self.names:  # Written out, since it is done at each call.
+                    values = (*args, *kwargs.values())
+                elif (rest := in_order_of(self.names, kwargs, self.any_order)) is not None:
+                    values = (*args, *rest)
+                else:
+                    return False
             if fitting(self.guard, values):
                 return self._same_switches()
         if self.mixed is not None:
@@ -498,6 +538,8 @@ class CallSignature:
         for value, expected in zip(args, positional, strict=True):
             if not _matches(value, expected):
                 return False
+        if not self.any_order and (*kwargs,) != self.names:
+            return False
         for name, value in kwargs.items():
             if name not in named or not _matches(value, named[name]):
                 return False
@@ -508,7 +550,7 @@ class CallSignature:
     def _equals(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call's signature is this one."""
         try:
-            return CallSignature.of(args, kwargs, objects=self.objects) == self
+            return CallSignature.of(args, self._ordered(kwargs), objects=self.objects) == self
         except SignatureError:
             return False
 
@@ -523,12 +565,18 @@ class CallSignature:
                 "the call is traced, or inside a torch.func transform, forward-mode AD or a mode "
                 "of PyTorch's"
             )
+        kwargs = self._ordered(kwargs)
         try:
             other = CallSignature.of(args, kwargs, objects=self.objects)
         except SignatureError as error:
             return error.what
         if other == self:
             return None
+        if other.names != self.names and {*other.names} == {*self.names}:
+            return (
+                f"the keyword arguments come in another order ({', '.join(other.names)}; built for "
+                f"{', '.join(self.names)}), which the callable may see"
+            )
         if other.spec != self.spec:
             return "other arguments: the tree of positional and keyword arguments differs"
         found = []
@@ -544,6 +592,24 @@ class CallSignature:
             pairs = zip(CALL_NAMES, self.switches, other.switches, strict=True)
             found += [f"the switch {name} is {b}, and was {a}" for name, a, b in pairs if a != b]
         return "; ".join(found)
+
+
+def in_order_of(names: tuple[str, ...], kwargs: Kwargs, any_order: bool) -> Args | None:
+    """The values of keyword arguments of these names, in this order; None if they are others.
+
+    Args:
+        names: of the arguments.
+        kwargs: of a call.
+        any_order: whether these may come in another order.
+    """
+    if (*kwargs,) == names:
+        return (*kwargs.values(),)
+    if not any_order or len(kwargs) != len(names):
+        return None
+    try:
+        return tuple([kwargs[name] for name in names])
+    except KeyError:
+        return None
 
 
 def _matches(value: Any, expected: tuple[Any, ...]) -> bool:

@@ -52,7 +52,7 @@ Checks = Literal["full", "signature", "none"]
 FittingTensors = Callable[[Args, Kwargs], Args | None]
 # The checks in C++, of modules and of arguments, once they are built: `ops/compiled_checks.py`.
 COMPILED: list[Callable[..., Callable[[], bool]]] = []
-COMPILED_ARGUMENTS: list[Callable[[Args, tuple[str, ...], bool], FittingTensors]] = []
+COMPILED_ARGUMENTS: list[Callable[[Args, tuple[str, ...], bool, bool], FittingTensors]] = []
 # What builds it; called once, when looks in Python have become many.
 WANTED: list[Callable[[], object]] = []
 _MANY = 500

@@ -27,6 +27,7 @@ from .objects import (
     GivenNode,
     Kind,
     ObjectNode,
+    SetKind,
     SetNode,
     Shared,
     has_nodes,
@@ -157,10 +158,10 @@ def _context_of(spec: pytree.TreeSpec) -> Json:
     if spec.type in (Shared, Again, GivenNode):
         return context
     if spec.type is SetNode:
-        values = sorted((value for _, value in context[1]), key=repr)
+        values = [value for _, value in context.values]
         if any(type(value) not in (bool, int, str, type(None)) for value in values):
             raise ValueError("a set holds other values than numbers and text")
-        return [context[0].__name__, values]
+        return [context.cls.__name__, values]
     value = context[1] if spec.type is Constant else None
     if isinstance(value, type):
         return {"class": _name_of(value)}
@@ -197,7 +198,8 @@ def _read_context(node: type, known: Json, given: int) -> Any:
         return known
     if node is SetNode:
         kind, values = known
-        return {"set": set, "frozenset": frozenset}[kind], frozenset((type(v), v) for v in values)
+        cls = {"set": set, "frozenset": frozenset}[kind]
+        return SetKind(cls, tuple([(type(value), value) for value in values]))
     if node is not Constant:
         raise ValueError(f"there is no {node.__name__} in a file")
     ((kind, name), *more) = known.items()

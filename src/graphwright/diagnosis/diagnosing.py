@@ -77,7 +77,8 @@ def diagnose(
     began = time.perf_counter()
     named = dict(kwargs or {})
     graph = _graph_of(graphed, tuple(args), named)
-    leaves, _ = flatten(tuple(args), named, objects=graph._takes_objects)
+    ordered = graph.signature.in_order(named)
+    leaves, _ = flatten(tuple(args), ordered, objects=graph._takes_objects)
     found = _Diagnosing(graph, leaves, timeout_s).run(
         isolate=graph.device.type == "cuda" if isolate is None else isolate
     )

@@ -81,7 +81,7 @@ class _PaddedCall:
         entry: of the bucket's graph.
         plan: how to pad and slice.
         strides: of the call's leaves.
-        names: of the keyword arguments, sorted.
+        names: of the keyword arguments, in order.
         positional: how many arguments are positional.
     """
 
@@ -319,7 +319,7 @@ class BucketedCallable(GraphedCallable):
             entry,
             plan,
             tuple(leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves),
-            tuple(sorted(kwargs)),
+            tuple(kwargs),
             len(args),
         )
         key = quick_key(args, kwargs)

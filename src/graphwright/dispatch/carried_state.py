@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..calls.binding import PASSES_TO
 from ..calls.dependencies import Dependencies
 from ..calls.places import MISSING, Place
 from ..calls.signature import Args, Kwargs
@@ -57,6 +58,7 @@ class CarriedState:
 
         function.__name__ = getattr(fn, "__name__", type(fn).__name__)
         function._graphwright_carries = self.places  # type: ignore[attr-defined]  # for carried_by
+        setattr(function, PASSES_TO, fn)
         self.function: Callable[..., Any] = function
 
     def call(self, answer: Answer, args: Args, kwargs: Kwargs) -> Any:

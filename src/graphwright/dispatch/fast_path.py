@@ -20,6 +20,7 @@ from ..calls.signature import (
     MixedArguments,
     fitting,
     has_function_mode,
+    in_order_of,
 )
 from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
@@ -54,7 +55,7 @@ def shortcut(
         checks: with "none", all calls of as many arguments are taken for calls of the signature.
     """
     if checks == "none" and launch is not None and signature.flat is not None:
-        return _unchecked(len(signature.flat[0]), tuple(signature.flat[1]), launch)
+        return _unchecked(len(signature.flat[0]), signature.names, signature.any_order, launch)
     if launch is None or any(signature.switches[:2]):  # Autocast's dtype might change.
         return None
     quiet = not (training or signature.wants_grad)
@@ -62,7 +63,8 @@ def shortcut(
     mixed = signature.mixed
     if mixed is not None:
         with_values = _with_plain_values(mixed, launch)
-        inner = _fast(mixed.guard, len(mixed.places), (), with_values, unchanged, quiet, expected)
+        count = len(mixed.places)
+        inner = _fast(mixed.guard, count, (), True, with_values, unchanged, quiet, expected)
 
         def fast(args: Args, kwargs: Kwargs) -> Any:
             values = mixed.values(args, kwargs)
@@ -71,19 +73,24 @@ def shortcut(
         return fast
     if signature.guard is None or signature.flat is None:
         return None
-    count, names = len(signature.flat[0]), tuple(signature.flat[1])
-    return _fast(signature.guard, count, names, launch, unchanged, quiet, expected)
+    count, names, any_order = len(signature.flat[0]), signature.names, signature.any_order
+    return _fast(signature.guard, count, names, any_order, launch, unchanged, quiet, expected)
 
 
-def _unchecked(count: int, names: tuple[str, ...], launch: Launch) -> Shortcut:
+def _unchecked(count: int, names: tuple[str, ...], any_order: bool, launch: Launch) -> Shortcut:
     """The function for calls of which nothing is looked at."""
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
         if len(args) != count or len(kwargs) != len(names):
             return MISS
+        if kwargs:
+            named = in_order_of(names, kwargs, any_order)
+            if named is None:
+                return MISS
+            args = (*args, *named)
         try:
-            return launch((*args, *[kwargs[name] for name in names]) if names else args)
-        except (GraphClosed, KeyError):
+            return launch(args)
+        except GraphClosed:
             return MISS
 
     return fast
@@ -108,6 +115,7 @@ def _fast(
     guard: Callable[..., bool],
     count: int,
     names: tuple[str, ...],
+    any_order: bool,
     launch: Launch,
     unchanged: Callable[[], bool],
     quiet: bool,
@@ -119,6 +127,7 @@ def _fast(
         guard: checks the tensors.
         count: how many arguments are positional.
         names: of the keyword arguments, in order.
+        any_order: whether these may come in another order.
         launch: as for `shortcut`.
         unchanged: as for `shortcut`.
         quiet: whether nobody can want gradients.
@@ -140,9 +149,11 @@ def _fast(
         if len(args) != count or len(kwargs) != len(names):
             return None
         if kwargs:
-            try:
-                args = (*args, *[kwargs[name] for name in names])
-            except KeyError:
+            if (*kwargs,) == names:  # Written out, since it is done at each call.
+                args = (*args, *kwargs.values())
+            elif (named := in_order_of(names, kwargs, any_order)) is not None:
+                args = (*args, *named)
+            else:
                 return None
         # The guard sees neither make_fx's mode nor the tangents of forward AD.
         if modes() or forward_ad._current_level >= 0 or not fitting(guard, args):
@@ -160,7 +171,7 @@ def _fast(
             seen = functions() > 0 and has_function_mode()
             # It may have been made under other settings, which now differ for good.
             if watch.COMPILED_ARGUMENTS and made < _MAKES and not seen:
-                compiled = watch.COMPILED_ARGUMENTS[0](tensors, names, quiet)
+                compiled = watch.COMPILED_ARGUMENTS[0](tensors, names, any_order, quiet)
                 made += 1
         else:
             seen = False

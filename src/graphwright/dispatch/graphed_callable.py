@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.binding import in_one_order, sees_order
 from ..calls.introspection import FunctionStandIn
 from ..calls.modes import opaque
 from ..calls.objects import apart, detached, objects_key
@@ -186,6 +187,8 @@ class GraphedCallable(FunctionStandIn):
         self._short: tuple[CacheEntry, Shortcut] | None = None
         # By `quick_key`: what answers calls of these shapes, if nothing else about them differs.
         self._quick: dict[Any, Any] = {}
+        # By their names: in which order keyword arguments came first, where it makes no difference.
+        self._orders: dict[frozenset[str], tuple[str, ...]] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
         # Calls whose captures were refused for what may be otherwise later.
@@ -370,6 +373,7 @@ class GraphedCallable(FunctionStandIn):
             return self._run_eagerly("closed", args, kwargs)
         if captured:
             return self._run_eagerly("inside another capture", args, kwargs)
+        kwargs = self._in_one_order(kwargs)
         result = self._answer_apart(args, kwargs)
         if result is not MISS:
             return result
@@ -393,7 +397,7 @@ class GraphedCallable(FunctionStandIn):
                 if self._is_first(objects):
                     return self._missed(FIRST, "the next such call is captured", args, kwargs)
         try:
-            signature = CallSignature.of(args, kwargs, objects=self._takes_objects)
+            signature = self._signature_of(args, kwargs)
         except SignatureError as error:
             if torch.is_grad_enabled() and self.on_miss != "error":
                 # Tensors inside of it may require grad.
@@ -427,12 +431,29 @@ class GraphedCallable(FunctionStandIn):
                 seconds = time.perf_counter() - began
                 self._for_changes.spend(seconds, self._answered(), _changes(before))
 
+    def _in_one_order(self, kwargs: Kwargs) -> Kwargs:
+        """The keyword arguments of a call, in the order of the first call that is the same."""
+        return in_one_order(self.fn, kwargs, self._orders)
+
+    def _signature_of(self, args: Args, kwargs: Kwargs) -> CallSignature:
+        """The signature of a call whose keyword arguments are in one order.
+
+        Raises:
+            SignatureError: an argument is neither a tensor nor a plain value.
+        """
+        any_order = len(kwargs) > 1 and not sees_order(self.fn)
+        return CallSignature.of(args, kwargs, objects=self._takes_objects, any_order=any_order)
+
     def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
         """The answer to a call with objects by what takes its tensors; MISS if nothing does."""
         return MISS
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
+        if found is None and kwargs:
+            named = self._in_one_order(kwargs)
+            if named is not kwargs:
+                return self._call(args, named)
         refused = found if isinstance(found, _Refused) else None
         if refused is not None and not refused.signature.fits(args, kwargs):
             refused = None
@@ -803,6 +824,7 @@ class GraphedCallable(FunctionStandIn):
         """
         refuse("prepare", items_problem("calls", calls, "calls: write [(x,)]"))
         wanted = [arguments_of(call) for call in calls]
+        wanted = [(args, self._in_one_order(kwargs)) for args, kwargs in wanted]
         title = f"prepare({name_of(self.fn)})"
         with shown(progress, title, after_s=SHORT_S) as bar:
             self._prepare(wanted, bar)
@@ -913,7 +935,7 @@ class GraphedCallable(FunctionStandIn):
 
     def graph_for(self, args: Args, kwargs: Kwargs) -> CapturedCall | None:
         """The graph that answers a call now, without padding; None if none does."""
-        signature = CallSignature.of(args, kwargs, objects=self._takes_objects)
+        signature = self._signature_of(args, self._in_one_order(kwargs))
         entry = self._entries.state().entries.get((signature, self._entries.grad_mode()))
         return entry.graph if entry is not None and entry.ready else None
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls import forking
+from ..calls.binding import sees_order
 from ..calls.introspection import StandIn
 from ..calls.modes import opaque
 from ..calls.modules import (
@@ -111,15 +112,15 @@ class _Fusion:
         """Those of `fuse()` behind `verify`."""
         return self.audit, self.budget_s, self.measure, self.checks
 
-    def fitting(self, args: Args, kwargs: Kwargs) -> Fused | None:
-        """What was made for calls like this one."""
-        for signature, fused in self.table:
-            if signature.fits(args, kwargs):
-                return fused
+    def fitting(self, args: Args, kwargs: Kwargs) -> tuple[CallSignature, Fused] | None:
+        """What was made for calls like this one, with their signature."""
+        for entry in self.table:
+            if entry[0].fits(args, kwargs):
+                return entry
         if self._with_objects and has_objects(pytree.tree_leaves((args, kwargs))):
-            for signature, fused in self._with_objects.get(key_with_objects(args, kwargs), ()):
-                if signature.fits(args, kwargs):
-                    return fused
+            for entry in self._with_objects.get(key_with_objects(args, kwargs), ()):
+                if entry[0].fits(args, kwargs):
+                    return entry
         return None
 
     @property
@@ -145,15 +146,22 @@ class _Fusion:
         self._seen.add(key)
         return _FIRST
 
-    def add(self, args: Args, kwargs: Kwargs) -> Fused:
-        """Fuse for calls like this one."""
+    def add(self, args: Args, kwargs: Kwargs) -> tuple[CallSignature, Fused]:
+        """Fuse for calls like this one; what was made, with their signature."""
         with self.turns.alone(), self.lock:
             known = self.fitting(args, kwargs)
             if known is not None:
                 return known
-            apart = ApartCall.of(args, kwargs) if holds_objects(args, kwargs) else None
+            any_order = not sees_order(self.module)
+            apart = None
+            if holds_objects(args, kwargs):
+                apart = ApartCall.of(args, kwargs, any_order=any_order)
             taken = None if apart is None else TakenApart(self.module, [apart.template])
-            signature = CallSignature.of(args, kwargs) if apart is None else apart.signature
+            signature = (
+                CallSignature.of(args, kwargs, any_order=any_order)
+                if apart is None
+                else apart.signature
+            )
             try:
                 title = f"fuse({type(self.module).__name__})"
                 with shown(None, title, after_s=SHORT_S) as progress:
@@ -178,7 +186,7 @@ class _Fusion:
             self._keep(signature, fused, apart, args, kwargs)
         if fused.call is not None:
             self._warn_of_parts()
-        return fused
+        return signature, fused
 
     def _keep(
         self,
@@ -269,32 +277,35 @@ class FusedModule(ModuleProxy):
         parts = parts_of_capture()
         if parts is not None:
             return self._in_capture(parts, args, kwargs)
-        if fusion.checks == "none" and len(fusion.table) == 1 and fusion.table[0][1].call:
-            fusion.calls["fused"] += 1
-            with torch.no_grad():
-                return fusion.table[0][1].call(*args, **kwargs)
+        if fusion.checks == "none" and len(fusion.table) == 1:
+            signature, only = fusion.table[0]
+            if only.call and kwargs.keys() == {*signature.names}:
+                fusion.calls["fused"] += 1
+                with torch.no_grad():
+                    return only.call(*args, **signature.in_order(kwargs))
         why = self._why_not(args, kwargs)
         if why is not None:
             fusion.count_eager(why)
             with fusion.turns.calling():
                 return fusion.module(*args, **kwargs)
-        fused = fusion.fitting(args, kwargs)
-        why = fusion.why_not_yet(args, kwargs) if fused is None else None
-        if fused is None and why is None:
+        found = fusion.fitting(args, kwargs)
+        why = fusion.why_not_yet(args, kwargs) if found is None else None
+        if found is None and why is None:
             try:
-                fused = fusion.add(args, kwargs)
+                found = fusion.add(args, kwargs)
             except Exception as error:
                 # What fails in the model fails below as it does in the model.
                 fusion.last_problem = first_line(error)
+        fused = None if found is None else found[1]
         if fused is not None and not fused.pays_alone:
             why = _COSTS_MORE
-        if fused is None or fused.call is None or not fused.pays_alone:
+        if found is None or fused is None or fused.call is None or not fused.pays_alone:
             fusion.count_eager(why or _NOT_FUSED)
             with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)
         fusion.calls["fused"] += 1
         with torch.no_grad():
-            return fused.call(*args, **kwargs)
+            return fused.call(*args, **found[0].in_order(kwargs))
 
     def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
         if self._wants_grad(args, kwargs):
@@ -329,7 +340,7 @@ class FusedModule(ModuleProxy):
 
     def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call inside of a capture whose owner looks at what it depends on."""
-        fusion, fused = self._fusion, None
+        fusion, found = self._fusion, None
         why = _GRADIENTS if self._wants_grad(args, kwargs) else None
         if why is None:
             with apart_from_capture() as alone:
@@ -337,17 +348,19 @@ class FusedModule(ModuleProxy):
                 if alone:
                     why = None if parts.has(fusion.watch) else self._outdated()
                 if why is None:
-                    fused = fusion.fitting(args, kwargs)
-                    why = fusion.why_not_yet(args, kwargs) if fused is None else None
-                    if fused is None and why is None:
+                    found = fusion.fitting(args, kwargs)
+                    why = fusion.why_not_yet(args, kwargs) if found is None else None
+                    if found is None and why is None:
                         parts.need(functools.partial(fusion.add, args, kwargs))
-        if fused is None or fused.call is None:
+        if found is None or found[1].call is None:
             fusion.calls[f"eager: {why or _NOT_FUSED}"] += 1
             return fusion.module(*args, **kwargs)
         fusion.calls["fused, inside of a capture"] += 1
+        signature, fused = found
+        assert fused.call is not None
         parts.add(f"what fuse() made of {type(fusion.module).__name__}", fusion.watch, fused.packed)
         with running_part():
-            return fused.call(*args, **kwargs)
+            return fused.call(*args, **signature.in_order(kwargs))
 
     def explain(self) -> str:
         """What was fused where, what was left as it is and why, and how the calls went."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.binding import sees_order
 from ..calls.modes import OperationMode, compilers_off, opaque
 from ..calls.modules import FunctionModule, first_in_training
 from ..calls.objects import giving, has_objects
@@ -161,7 +162,6 @@ class CapturedCall(Graph):
             and len(args) == len(self._sample)
             and all(a is b for a, b in zip(args, self._sample, strict=True))
         )
-        self._names = sorted(kwargs)
         # Whether there is anything among the arguments that a call may change in place.
         self._holds_objects = bool(objects_of(args, kwargs))
         # The objects that the last run was given.
@@ -624,9 +624,8 @@ class CapturedCall(Graph):
 
     def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
         if self.signature.flat is not None:
-            # All are tensors; keyword arguments come in the order of their names.
-            return (*args, *[kwargs[name] for name in self._names])
-        return flatten(args, kwargs, objects=self._takes_objects)[0]
+            return (*args, *self.signature.in_order(kwargs).values())  # All are tensors.
+        return flatten(args, self.signature.in_order(kwargs), objects=self._takes_objects)[0]
 
     def _run_with_copies(
         self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
@@ -1097,7 +1096,8 @@ def signature_of(
 ) -> CallSignature:
     """The call's signature; refuse weights that no graph can hold, and calls for training."""
     try:
-        signature = CallSignature.of(args, kwargs, objects=objects)
+        any_order = len(kwargs) > 1 and not sees_order(module)
+        signature = CallSignature.of(args, kwargs, objects=objects, any_order=any_order)
         refuse_weights(module)
     except SignatureError as error:
         raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error

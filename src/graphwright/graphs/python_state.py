@@ -374,6 +374,9 @@ def _changes(
             key = next(iter(source.held.keys() ^ old.held.keys()))
             named = source.name if source.name.text else source.key_name(key)
             yield str(named), None, key, MISSING, MISSING
+        # The order of attributes changes where those that calls set are put back meanwhile.
+        elif type(source) is DictionarySource and [*source.held] != [*old.held]:
+            yield f"the order of {source.name}", None, None, MISSING, MISSING
         for key, value in source.held.items():
             if key in old.held and not same(old.held[key], value):
                 yield str(source.key_name(key)), source, key, old.held[key], value

@@ -49,13 +49,18 @@ class ApartCall:
     signature: CallSignature
 
     @classmethod
-    def of(cls, args: Args, kwargs: Kwargs) -> ApartCall:
+    def of(cls, args: Args, kwargs: Kwargs, *, any_order: bool = False) -> ApartCall:
         """Take the arguments of a sample call apart.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            any_order: as for `CallSignature.of`.
 
         Raises:
             SignatureError: one cannot be looked into.
         """
-        signature = CallSignature.of(args, kwargs, objects=True)
+        signature = CallSignature.of(args, kwargs, objects=True, any_order=any_order)
         leaves, spec = flatten(args, kwargs, objects=True)
         names = argument_names(args, kwargs, objects=True)
         template = TreeTemplate.of(leaves, spec)

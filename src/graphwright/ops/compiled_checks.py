@@ -137,7 +137,7 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
 def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
     """Whether it gives the tensors of calls that fit, and None for each other kind of call."""
     x, y = torch.zeros(2, 3), torch.zeros(3)
-    made = arguments((x, y), ("y",), True)
+    made = arguments((x, y), ("y",), False, True)
     given = made((x,), {"y": y})
     fits = given is not None and len(given) == 2 and given[0] is x and given[1] is y
     misses: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -154,19 +154,26 @@ def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
     ]
     if not fits or any(made(*call) is not None for call in misses):
         return False
+    both, other = {"x": x, "y": y}, {"y": y, "x": x}
+    made, either = (arguments((x, y), ("x", "y"), any_order, True) for any_order in (False, True))
+    if made((), both) is None or made((), other) is not None:
+        return False
+    given = either((), other)
+    if given is None or given[0] is not x or given[1] is not y:
+        return False
     with torch.autocast("cpu"):
         if made((x,), {"y": y}) is not None:
             return False
     with torch.device("cpu"):
         if made((x,), {"y": y}) is not None:
             return False
-        under = arguments((x, y), ("y",), True)
+        under = arguments((x, y), ("y",), False, True)
         if under((x,), {"y": y}) is None:
             return False
     if under((x,), {"y": y}) is not None:
         return False
     freed = torch.zeros(2, 3)
-    made = arguments((freed,), (), True)
+    made = arguments((freed,), (), False, True)
     fits = made((freed,), {}) is not None
     freed.untyped_storage().resize_(0)
     return fits and made((freed,), {}) is None

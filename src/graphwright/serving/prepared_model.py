@@ -438,8 +438,8 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
     args, kwargs = tuple(config.args), dict(config.kwargs)
     samples = _samples_of(config.model)
     if config.buckets is None and config.dynamic_shapes is None and len(samples) > 0:
-        calls = [flatten(call.args, call.kwargs)[0] for call in samples]
         largest = max(samples, key=lambda call: _elements(call.args, call.kwargs))
+        calls = [_leaves_like(call, largest) for call in samples]
         layout = layout_of_samples(
             _names_of_leaves(config.model, largest.args, largest.kwargs),
             calls,
@@ -615,6 +615,17 @@ def _different_sizes(
             )
             found += [p for p in alike if p != start][:1]
     return found
+
+
+def _leaves_like(call: Any, other: Any) -> list[Any]:
+    """The leaves of a call, its keyword arguments in the order of another one's.
+
+    A model may have been tuned for calls that name the same arguments in several orders.
+    """
+    named = call.kwargs
+    if named.keys() == other.kwargs.keys():
+        named = {name: named[name] for name in other.kwargs}
+    return flatten(call.args, named)[0]
 
 
 def _elements(args: Args, kwargs: Kwargs) -> int:

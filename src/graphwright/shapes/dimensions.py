@@ -230,7 +230,7 @@ class Dimensions:
     def _paths(self, args: Args, kwargs: Kwargs) -> tuple[list[tuple[str, Any]], list[Any]]:
         """The path to each leaf, as its argument's index and name, then keys; and the leaves."""
         names, _ = self._parameters
-        tree = (tuple(args), dict(sorted(kwargs.items())))
+        tree = (tuple(args), dict(kwargs))
         taken = apart(tree) if holds_objects(args, kwargs) else tree
         with_paths, _ = pytree.tree_flatten_with_path(taken)
         paths = []

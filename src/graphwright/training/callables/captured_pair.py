@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...calls.binding import sees_order
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
 from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
@@ -101,11 +102,11 @@ class CapturedPair(Graph):
         """
         try:
             refuse_weights(owner)
-            self.signature = CallSignature.of(args, kwargs)
+            any_order = not sees_order(forward)
+            self.signature = CallSignature.of(args, kwargs, any_order=any_order)
         except SignatureError as error:
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
-        self._keywords = sorted(kwargs)
         self._sets: list[Activations] = []
         self._most_sets = sets
         # How often all sets were found waiting since a cycle of garbage was last the cause.
@@ -422,9 +423,8 @@ class CapturedPair(Graph):
     def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
         """The leaves of a call's arguments, in the order of the sample's."""
         if self.signature.flat is not None:
-            # All arguments are tensors; keyword arguments come sorted by name.
-            return (*args, *[kwargs[name] for name in self._keywords])
-        return flatten(args, kwargs)[0]
+            return (*args, *self.signature.in_order(kwargs).values())  # All are tensors.
+        return flatten(args, self.signature.in_order(kwargs))[0]
 
     def _run(
         self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]

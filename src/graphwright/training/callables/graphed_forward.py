@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...calls.binding import sees_order
 from ...calls.introspection import FunctionStandIn
 from ...calls.modes import opaque
 from ...calls.modules import FunctionModule, forward_of_class
@@ -298,7 +299,8 @@ class GraphedForward(FunctionStandIn):
         result = self._call_original(args, kwargs)
         self.statistics.eager["it could not be captured"] += 1
         try:
-            signature = CallSignature.of(args, kwargs)
+            any_order = not sees_order(self.original)
+            signature = CallSignature.of(args, kwargs, any_order=any_order)
         except SignatureError:
             signature = None
         if signature is not None:

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ...calls.binding import PASSES_TO
 from ...calls.modes import compilers_off
 from ...calls.signature import Args, Kwargs, flatten, unflatten
 from ...errors import CaptureError
@@ -70,6 +71,7 @@ class Body:
 
         function.__name__ = name_of_step(step)
         function.__wrapped__ = step  # type: ignore[attr-defined]  # for ModuleWatch
+        setattr(function, PASSES_TO, step)
         self.function: Callable[..., Any] = function
 
     def run(self, args: Args, kwargs: Kwargs) -> tuple[Any, list[torch.Tensor | None]]:

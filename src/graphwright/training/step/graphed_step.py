@@ -14,6 +14,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ...calls.binding import sees_order
+from ...calls.dependencies import RunsStep
 from ...calls.modes import opaque
 from ...calls.options import (
     callable_problem,
@@ -92,7 +94,7 @@ class _Refused:
     times: int = 0
 
 
-class GraphedStep:
+class GraphedStep(RunsStep):
     """A training step that is answered by graphs; made by `graph_step`.
 
     Attributes:
@@ -139,6 +141,10 @@ class GraphedStep:
             )
         with torch.inference_mode(False):
             self._capture(sample, {})
+
+    @property
+    def _graphwright_step(self) -> Callable[..., Any]:
+        return self._step
 
     @property
     def statistics(self) -> StepStatistics:
@@ -339,7 +345,9 @@ class GraphedStep:
                 known.waits = _RETRY * 4**known.times
             else:
                 with contextlib.suppress(SignatureError):
-                    self._refused.append(_Refused(CallSignature.of(args, kwargs), reason))
+                    any_order = not sees_order(self._step)
+                    signature = CallSignature.of(args, kwargs, any_order=any_order)
+                    self._refused.append(_Refused(signature, reason))
             return None, _REFUSED, reason
         if known is not None:
             self._refused.remove(known)
