@@ -9,6 +9,7 @@ the median of the blocks' means.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -40,8 +41,12 @@ STRATEGIES = {
 # What is asked, in microseconds: where eager is chosen; elsewhere at all, and for each module.
 EAGER_SHARE, EAGER_US = 1.02, 0.5
 LEAST_US, REAL_US, HOT_US, GPU_US = 3.0, 0.2, 0.01, 5.0
-# A look at the module alone, for which no device is waited for.
-LOOK = "look"
+# A look at the module alone, for which no device is waited for; and one without the checks in C++.
+LOOK, LOOK_IN_PYTHON = "look", "look in Python"
+LOOKS = (LOOK, LOOK_IN_PYTHON)
+# A model of many modules, which is not tuned here; and what its looks may take, in microseconds.
+LARGE = "UNet of Stable Diffusion 1.5"
+LARGE_US = {LOOK: 15.0, LOOK_IN_PYTHON: 300.0}
 
 
 def models(device: torch.device) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
@@ -70,22 +75,47 @@ def models(device: torch.device) -> dict[str, tuple[nn.Module, tuple[torch.Tenso
         "ResNet-50": (transformers.ResNetModel(transformers.ResNetConfig()), (image,)),
         type(mobile).__name__: (mobile, (image,)),
     }
+    with contextlib.suppress(ImportError):
+        found[LARGE] = unet(device)
     return {
         name: (model.eval().to(device), tuple(x.to(device) for x in args))
         for name, (model, args) in found.items()
     }
 
 
+def unet(device: torch.device) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """diffusers' UNet as Stable Diffusion 1.5 configures it; on the CPU with few channels."""
+    from diffusers import UNet2DConditionModel
+
+    channels, width = ((320, 640, 1280, 1280), 768) if device.type == "cuda" else ((32,) * 4, 64)
+    model = UNet2DConditionModel(
+        sample_size=64, cross_attention_dim=width, block_out_channels=channels, attention_head_dim=8
+    )
+    size = 64 if device.type == "cuda" else 8
+    args = torch.randn(2, 4, size, size), torch.tensor(10), torch.randn(2, 77, width)
+    return model, args
+
+
 def ways(
-    model: nn.Module, args: tuple[torch.Tensor, ...], strategies: list[str]
+    name: str, model: nn.Module, args: tuple[torch.Tensor, ...], strategies: list[str]
 ) -> tuple[dict[str, Any], Row]:
     """The ways to call a model, by name; what is known of them."""
     import graphwright as gw
     from graphwright.calls.watch import ModuleWatch
 
+    watch, in_python = (ModuleWatch(model, values=False) for _ in range(2))
+    in_python._quick.patience = sys.maxsize  # No check in C++ is made.
+    looks = {LOOK: watch.unchanged, LOOK_IN_PYTHON: in_python.unchanged}
+    count = len(list(model.modules()))
+    graphed = gw.graph(model)
+    if name == LARGE:
+        for _ in range(3):
+            graphed(*args)
+        assert graphed._graphs.statistics.captures == 1
+        calls = {"eager": lambda: model(*args), "graph": lambda: graphed(*args)}
+        return calls | looks, {"chosen": None, "modules": count}
     options: Row = {"remember": False, "progress": False, "isolate": False}
     tuned = gw.tune(model, args, strategies=strategies, **options)
-    graphed = gw.graph(model)
     for _ in range(3):
         graphed(*args)
     (entry,) = graphed._graphs._entries.ready()
@@ -97,9 +127,7 @@ def ways(
         "replay": lambda: launch(args),
         "graph": lambda: graphed(*args),
     }
-    watch = ModuleWatch(model, values=False)
-    count = len(list(model.modules()))
-    return found | {LOOK: watch.unchanged}, {"chosen": tuned.report.chosen, "modules": count}
+    return found | looks, {"chosen": tuned.report.chosen, "modules": count}
 
 
 def block(work: Callable[[], object], count: int, wait: Callable[[], object]) -> float:
@@ -124,9 +152,9 @@ def rounds(strategies: list[str]) -> None:
     with torch.no_grad():
         for name, (model, args) in models(device).items():
             print(f"setting up {name}", file=sys.stderr, flush=True)
-            calls, facts[name] = ways(model, args, strategies)
+            calls, facts[name] = ways(name, model, args, strategies)
             # Checks in C++ are made once there were some looks.
-            waits = {way: int if way == LOOK else wait for way in calls}
+            waits = {way: int if way in LOOKS else wait for way in calls}
             for way, call in calls.items():
                 block(call, 20, waits[way])
             counts = {
@@ -213,6 +241,9 @@ def targets(found: Row, facts: Row, *, gpu: bool) -> list[Row]:
     rows, turns = [], found["now"]
     for name, us in medians(turns).items():
         chosen, count = facts["now"][name]["chosen"], facts["now"][name]["modules"]
+        if chosen is None:
+            rows += [(f"{name}: a {way}, hot", us[way], most) for way, most in LARGE_US.items()]
+            continue
         limit = GPU_US if gpu else LEAST_US + REAL_US * count
         if chosen == "eager":
             above = gap(turns, name, "tune", "eager", EAGER_SHARE)
@@ -235,12 +266,17 @@ def to_markdown(result: Row) -> str:
     table = [
         ["model", "modules", "eager", "chosen", "what was chosen", "tune()", "added"],
     ]
-    table[0] += ["replay", "graph()", "added", "look at the module"]
+    table[0] += ["replay", "graph()", "added", "look at the module", "in Python"]
     for name, us in medians(turns).items():
+        if facts[name]["chosen"] is None:
+            row = [name, str(facts[name]["modules"]), _us(us["eager"]), *["–"] * 5]
+            table.append([*row, _us(us["graph"]), "–", *(f"{us[look]:.1f}" for look in LOOKS)])
+            continue
         tuned, graphed = added(turns, name)
         row = [name, str(facts[name]["modules"]), _us(us["eager"]), facts[name]["chosen"]]
         row += [_us(us["winner"]), _us(us["tune"]), f"{tuned:+.1f}"]
         row += [_us(us["replay"]), _us(us["graph"]), f"{graphed:+.1f}", f"{us[LOOK]:.1f}"]
+        row.append(f"{us[LOOK_IN_PYTHON]:.1f}" if LOOK_IN_PYTHON in us else "–")
         table.append(row)
     targets = result["targets"]
     missed = [target["target"] for target in targets if not target["met"]]
@@ -250,9 +286,9 @@ def to_markdown(result: Row) -> str:
             "Microseconds of a synchronised call: the median of "
             f"{len(turns)} rounds. *what was chosen* is called without graphwright, *replay* is a "
             "replay of the graph with its inputs copied, *look* is the check that the module has "
-            "not changed. *added* is the median of the differences within a round, so it is not "
-            "exactly the difference of the medians. Where a call takes milliseconds, the noise is "
-            "larger than what is added.",
+            "not changed, in C++ and in Python. *added* is the median of the differences within a "
+            "round, so it is not exactly the difference of the medians. Where a call takes "
+            "milliseconds, the noise is larger than what is added.",
             "",
             *marked(table),
             "",
