@@ -186,7 +186,59 @@ def test_each_row_has_another_value() -> None:
         assert row.name in ALIKE or row.get() != after
         with turned(row.name):
             assert row.get() == after
-    assert set(OTHER) - {"torch.backends.cudnn.benchmark_limit"} <= {row.name for row in TABLE}
+
+
+def test_other_processes_repeat_it() -> None:
+    # A build without cuDNN cannot read its limit.
+    assert set(OTHER) - {"torch.backends.cudnn.benchmark_limit"} <= set(CARRIED) <= set(OTHER)
+
+
+# What decides between ways of equal precision, or is read by all that runs, at each run.
+ONLY_REPEATED = {
+    "autocast's cache",
+    "torch.set_flush_denormal",
+    "torch.use_deterministic_algorithms(warn_only)",
+    "torch.utils.deterministic.fill_uninitialized_memory",
+    "torch.set_num_threads",
+    "torch.sparse.check_sparse_tensor_invariants",
+    "torch.backends.quantized.engine",
+    "torch.backends.nnpack",
+    "torch.backends.mkldnn.deterministic",
+    "torch.set_float32_matmul_precision",
+    "torch.backends.cudnn.benchmark_limit",
+    "torch.backends.cuda.preferred_linalg_library",
+    "torch.backends.cuda.preferred_blas_library",
+}
+if torch.version.hip is None:
+    ONLY_REPEATED.add("torch.backends.miopen.immediate")
+# The CPU's operations follow these, but what compilers built may not.
+ONLY_IN_FILES = {
+    f"torch.backends.mkldnn.{part}.fp32_precision" for part in ("matmul", "conv", "rnn")
+}
+# What a build for GPUs compares at each call.
+OF_A_GPU_BUILD = switches._reader((*switches._AUTOCAST, *switches._at_calls(cuda=True)))
+
+
+@pytest.mark.parametrize("name", [n for n in OTHER if n not in ONLY_REPEATED | ONLY_IN_FILES])
+def test_a_call_on_a_build_for_gpus_compares_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They raise once these settings differ from what they can say.
+    monkeypatch.setattr(switches._OlderTf32Flags, "answers", False)
+    before = OF_A_GPU_BUILD()
+    with turned(name), monkeypatch.context() as patch:
+        if name == "torch.nn.attention.activate_flash_attention_impl":
+            patch.setattr("torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE", ("FA4",))
+        if name == "torch.backends.opt_einsum" and name in ALIKE:
+            patch.setitem(switches._NAMES["einsum"], "enabled", True)
+            patch.setitem(switches._NAMES["einsum"], "strategy", "greedy")
+        assert OF_A_GPU_BUILD() != before
+    assert OF_A_GPU_BUILD() == before
+
+
+def test_a_file_is_compared_in_it() -> None:
+    either = switches.saved("cpu") | switches.saved("cuda")
+    assert either == set(CARRIED) - ONLY_REPEATED
+    assert {BY_NAME[name].device for name in either - switches.saved("cpu")} == {"cuda"}
+    assert {BY_NAME[name].device for name in either - switches.saved("cuda")} == {"cpu"}
 
 
 @pytest.fixture(scope="module")
