@@ -543,7 +543,8 @@ class CallSignature:
         for name, value in kwargs.items():
             if name not in named or not _matches(value, named[name]):
                 return False
-        if len(args) + len(kwargs) > 1 and _shared((*args, *kwargs.values())):
+        values = (*args, *kwargs.values())
+        if len(values) > 1 and (_shared(values) or _overlapping(values)):
             return False
         return self._same_switches()
 

@@ -1,0 +1,443 @@
+"""Each comparison alone: behind it there is mostly another one that sees the same difference."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphwright as gw
+from graphwright.calls import signature
+from graphwright.calls.dependencies import same
+from graphwright.calls.holders import Held
+from graphwright.calls.signature import (
+    CallSignature,
+    describe,
+    inside_func,
+    inside_transform,
+    require_grad,
+    without_memory,
+)
+from graphwright.errors import SignatureError
+
+X = torch.linspace(-1, 1, 32).view(4, 8)
+Y = X + 1
+COMPLEX = torch.complex(X, Y)
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*nested tensors:UserWarning", "ignore:.*quantize_per_tensor:UserWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def checks() -> None:
+    """None of this is compiled."""
+
+
+class Sub(torch.Tensor):
+    """A tensor of another class."""
+
+
+class Dispatching(torch.Tensor):
+    """One whose operations are its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def freed() -> torch.Tensor:
+    tensor = X.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+
+
+def seen_inside(transform: Callable[..., Any], ask: Callable[[torch.Tensor], Any]) -> list[Any]:
+    """What a question gives for the tensor that a transform passes on."""
+    found: list[Any] = []
+
+    def asks(x: torch.Tensor) -> torch.Tensor:
+        found.append(ask(x))
+        return x.sum()
+
+    transform(asks)(X)
+    return found
+
+
+# Tensors that are like X but for one thing.
+UNLIKE: dict[str, Callable[[], torch.Tensor]] = {
+    "shape": lambda: X[:3],
+    "strides": lambda: torch.zeros(8, 4).t(),
+    "dtype": X.int,
+    "device": lambda: X.to("meta"),
+    "requires_grad": lambda: X.clone().requires_grad_(),
+}
+# Tensors whose memory does not hold their values, or that others compute with.
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "class": lambda: X.as_subclass(Sub),
+    "sparse": X.to_sparse,
+    "nested": lambda: torch.nested.nested_tensor([X, X]),
+    "negated": lambda: torch._neg_view(X),
+    "conjugated": COMPLEX.conj,
+    "zeros": lambda: torch._efficientzerotensor((4, 8)),
+    "freed": freed,
+}
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "vmap": torch.vmap,
+    "functionalize": torch.func.functionalize,
+}
+
+
+@pytest.mark.parametrize("name", [*UNLIKE, *UNUSUAL])
+def test_a_tensor_matches_its_like_alone(name: str) -> None:
+    first = COMPLEX if name == "conjugated" else X
+    assert signature._matches(first.clone(), describe(first))
+    assert not signature._matches((UNLIKE | UNUSUAL)[name](), describe(first))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_tensor_of_a_transform_matches_none(name: str) -> None:
+    like = X[0] if name == "vmap" else X
+    expected = describe(like.clone())
+    assert seen_inside(TRANSFORMS[name], lambda x: signature._matches(x, expected)) == [False]
+    assert seen_inside(TRANSFORMS[name], signature._is_plain) == [False]
+    assert seen_inside(TRANSFORMS[name], lambda x: without_memory(x) is None) == [False]
+
+
+@pytest.mark.parametrize("name", [*UNUSUAL, "quantized"])
+def test_an_unusual_tensor_is_not_plain(name: str) -> None:
+    assert signature._is_plain(X)
+    assert not signature._is_plain((UNUSUAL | {"quantized": quantized})[name]())
+
+
+@pytest.mark.parametrize("name", ["class", "sparse", "nested"])
+def test_pytorch_s_guard_is_never_given_an_unusual_tensor(name: str) -> None:
+    given: list[Any] = []
+
+    def guard(*values: Any) -> bool:
+        given.append(values)
+        return True
+
+    assert signature.fitting(guard, (X, Y))
+    assert not signature.fitting(guard, (X, UNUSUAL[name]()))
+    assert len(given) == 1
+
+
+def test_a_guard_decides() -> None:
+    assert not signature.fitting(lambda *values: False, (X, Y))
+    assert not signature.fitting(lambda *values: True, (freed(),))
+    assert not signature.fitting(lambda *values: True, (X, freed()))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: nn.LazyLinear(2).weight, "lazy module"),
+        (lambda: X.as_subclass(Dispatching), "a Dispatching, a subclass"),
+        (UNUSUAL["zeros"], "zeros without memory"),
+        (freed, "memory was freed"),
+    ],
+)
+def test_what_has_no_memory_is_named(make: Callable[[], torch.Tensor], kind: str) -> None:
+    assert kind in str(without_memory(make()))
+    assert without_memory(X) is None
+
+
+def test_only_what_has_elements_can_be_freed() -> None:
+    assert not signature._was_freed(torch.zeros(0))
+    assert not signature._was_freed(X.to_sparse())
+    assert not signature._was_freed(UNUSUAL["nested"]())
+
+
+# How a signature compares: by PyTorch's guard, by descriptions, and by making another one.
+WAYS: dict[str, Callable[[CallSignature], CallSignature]] = {
+    "guard": lambda made: made,
+    "descriptions": lambda made: replace(made, guard=None, mixed=None),
+    "anew": lambda made: replace(made, guard=None, mixed=None, flat=None),
+}
+_MEMORY = numpy.zeros(64, numpy.float32)
+# Calls, and others for which what was built for them is not.
+CALLS: dict[str, tuple[Any, Any]] = {
+    "shape": (((X,), {}), ((X[:3],), {})),
+    "fewer": (((X, Y), {}), ((X,), {})),
+    "more": (((X,), {}), ((X, Y), {})),
+    "one memory": (((X, Y), {}), ((X, X), {})),
+    "two memories": (((X, X), {}), ((X, Y), {})),
+    "other bytes apart": (((X[:2], X[1:3]), {}), ((X[:2], X[2:]), {})),
+    "overlapping": (
+        ((X[:, 0].contiguous(), X[:, 1].contiguous()), {}),
+        ((torch.from_numpy(_MEMORY[:4]), torch.from_numpy(_MEMORY[2:6])), {}),
+    ),
+    "name": (((X,), {"a": Y}), ((X,), {"b": Y})),
+    "one name more": (((X,), {"a": Y}), ((X,), {"a": Y, "b": Y + 1})),
+    "one name less": (((X,), {"a": Y, "b": Y + 1}), ((X,), {"a": Y})),
+    "order of names": (((), {"a": X, "b": Y}), ((), {"b": X, "a": Y})),
+    "in a list": (((X,), {}), (([X],), {})),
+    "order of a dictionary": ((({"a": X, "b": Y},), {}), (({"b": X, "a": Y},), {})),
+    "type of a number": (((X, 1), {}), ((X, 1.0), {})),
+    "a bool": (((X, 1), {}), ((X, True), {})),
+    "bits of a float": (((X, 0.0), {}), ((X, -0.0), {})),
+    "bits of a complex": (((X, 0j), {}), ((X, -0j), {})),
+    "text": (((X, "a"), {}), ((X, "b"), {})),
+    "a dtype": (((X, torch.float32), {}), ((X, torch.float64), {})),
+    "a number in a keyword": (((X,), {"a": 1}), ((X,), {"a": 2})),
+    "a shape beside a number": (((X, 1), {}), ((X[:3], 1), {})),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
+def test_another_call_does_not_fit(name: str, way: str) -> None:
+    (args, kwargs), other = CALLS[name]
+    made = WAYS[way](CallSignature.of(args, kwargs))
+    assert made.fits(args, kwargs)
+    assert not made.fits(*other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_call_fits_under_another_switch(way: str) -> None:
+    made = WAYS[way](CallSignature.of((X,), {}))
+    mixed = WAYS[way](CallSignature.of((X, 1), {}))
+    with torch.device("meta"):
+        assert not made.fits((X,), {})
+        assert not mixed.fits((X, 1), {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_the_order_is_free_names_and_their_number_still_count(way: str) -> None:
+    made = WAYS[way](CallSignature.of((), {"a": X, "b": Y}).in_any_order())
+    assert made.fits((), {"b": Y, "a": X})
+    assert not made.fits((), {"b": Y, "c": X})
+    assert not made.fits((), {"b": Y, "a": X, "c": X + 2})
+    assert not made.fits((), {"b": Y})
+
+
+def test_a_graph_is_not_given_memory_that_overlaps() -> None:
+    def adds(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 1
+
+    def overlapping() -> tuple[torch.Tensor, torch.Tensor]:
+        memory = numpy.zeros(8, numpy.float32)
+        return torch.from_numpy(memory[:4]), torch.from_numpy(memory[2:6])
+
+    graphed = gw.graph(adds)
+    for _ in range(2):
+        graphed(torch.zeros(4), torch.zeros(4))
+        assert torch.equal(graphed(*overlapping()), adds(*overlapping()))
+
+
+def test_memory_that_overlaps_is_refused() -> None:
+    with pytest.raises(SignatureError, match="share memory"):
+        CallSignature.of(*CALLS["overlapping"][1])
+    whole = torch.from_numpy(_MEMORY)
+    assert CallSignature.of((whole[:4], whole[2:6]), {}).aliases == ((0, 1, 8),)
+
+
+class Looks(TorchFunctionMode):
+    """A function mode of a user's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Sees(TorchDispatchMode):
+    """A dispatch mode of a user's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _under(mode: Any) -> Callable[..., Any]:
+    def transform(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor) -> Any:
+            with mode:
+                return function(x)
+
+        return run
+
+    return transform
+
+
+def _forward_ad(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: torch.Tensor) -> Any:
+        with forward_ad.dual_level():
+            return function(x)
+
+    return run
+
+
+# What looks on, and whether torch.func or forward AD does.
+ONLOOKERS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "vmap": (torch.vmap, True),
+    "forward AD": (_forward_ad, True),
+    "make_fx": (make_fx, False),
+    "a dispatch mode": (_under(Sees()), False),
+    "a function mode": (_under(Looks()), False),
+    "torch.jit.trace": (lambda f: lambda x: torch.jit.trace(f, x, check_trace=False), False),
+}
+
+
+@pytest.mark.parametrize("name", ONLOOKERS)
+def test_whoever_looks_on_is_seen(name: str) -> None:
+    transform, of_func = ONLOOKERS[name]
+    assert seen_inside(transform, lambda x: inside_transform()) == [True]
+    assert seen_inside(transform, lambda x: inside_func()) == [of_func]
+    assert not inside_transform()
+    with torch.device("cpu"):
+        assert not inside_transform()
+
+
+@pytest.mark.parametrize("name", ["forward AD", "make_fx", "a dispatch mode"])
+def test_no_call_fits_where_someone_looks_on(name: str) -> None:
+    made = CallSignature.of((X,), {})
+    assert seen_inside(ONLOOKERS[name][0], lambda x: made.fits((X,), {})) == [False]
+
+
+@dataclass
+class Box:
+    """An object that holds a tensor."""
+
+    value: Any
+
+
+def test_a_tensor_that_requires_grad_is_found_wherever_it_is() -> None:
+    y = X.clone().requires_grad_()
+    for args, kwargs in [((X, y), {}), ((X,), {"a": y}), (([X, y],), {}), ((Box(y),), {})]:
+        assert require_grad(args, kwargs)
+    assert not require_grad((X, [X], Box(X), 1), {"a": X})
+
+
+class Colour(enum.Enum):
+    """An enumeration."""
+
+    RED = 1
+    BLUE = 2
+
+
+class Text(str):
+    """Text with attributes."""
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple with attributes."""
+
+
+class Slotted:
+    """An object with slots alone."""
+
+    __slots__ = ("value",)
+
+
+class Asks:
+    """What cannot be compared."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError
+
+    def __hash__(self) -> int:
+        return 0
+
+    def method(self) -> None:
+        """A method that is made anew at each look."""
+
+
+ASKS, ITEMS = Asks(), [1]
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    re.purge()  # Else both are one object.
+    return re.compile(text)
+
+
+def nothing() -> None:
+    """A function."""
+
+
+# Two values, and whether the second may take the first one's place; None: another walk has to tell.
+VALUES: dict[str, tuple[Any, Any, bool | None]] = {
+    "an equal number": (10**30, int("1" + "0" * 30), True),
+    "another number": (1, 2, False),
+    "another type": (1, True, False),
+    "minus zero": (0.0, -0.0, False),
+    "equal text with attributes": (Text("a"), Text("a"), None),
+    "other text with attributes": (Text("a"), Text("b"), False),
+    "another member": (Colour.RED, Colour.BLUE, False),
+    "an equal frozenset": (frozenset((1000, 2000)), frozenset((2000, 1000)), True),
+    "another frozenset": (frozenset((1,)), frozenset((2,)), False),
+    "a frozenset of another type": (frozenset((1,)), frozenset((1.0,)), False),
+    "an equal slice": (slice(1000, 2000), slice(1000, 2000), True),
+    "another slice": (slice(1, 2), slice(1, 3), False),
+    "an equal range": (range(1000), range(1000), True),
+    "another range": (range(1), range(2), False),
+    "an equal pattern": (pattern("a"), pattern("a"), True),
+    "the same method": (ASKS.method, ASKS.method, True),
+    "a method of another": (ASKS.method, Asks().method, False),
+    "a method that was replaced": (ASKS.method, nothing.__get__(ASKS), False),
+    "the same method in C": (ITEMS.append, ITEMS.append, True),
+    "a method in C of another": (ITEMS.append, ITEMS.pop, False),
+    "another tensor": (X, X.clone(), False),
+    "another module": (nn.ReLU(), nn.ReLU(), False),
+    "another function": (nothing, lambda: None, False),
+    "an equal tuple": ((1000, "a b"), (1000, "".join(("a ", "b"))), True),
+    "another tuple": ((1, 2), (1, 3), False),
+    "a longer tuple": ((1,), (1, 2), False),
+    "a tuple with a list": ((1, [1]), (1, [1]), None),
+    "a tuple with attributes": (Pair((1,)), Pair((1,)), None),
+    "a partial": (functools.partial(nothing), functools.partial(nothing), None),
+    "a partial of another": (functools.partial(nothing), functools.partial(print), False),
+    "a partial with others": (functools.partial(nothing, 1), functools.partial(nothing, 2), False),
+    "a list": ([1], [1], None),
+    "a deque": (deque([1]), deque([1]), None),
+    "bytes that change": (bytearray(b"a"), bytearray(b"a"), None),
+    "an array": (numpy.ones(2), numpy.ones(2), None),
+    "an object": (Box(1), Box(1), None),
+    "an object with slots": (Slotted(), Slotted(), None),
+    "machinery": (threading.local(), threading.local(), False),
+    "an object of C": (operator.itemgetter(1), operator.itemgetter(1), False),
+    "an equal number of NumPy's": (numpy.int32(7), numpy.int32(7), True),
+    "another number of NumPy's": (numpy.int32(7), numpy.int32(8), False),
+    "minus zero of NumPy's": (numpy.float32(0.0), numpy.float32(-0.0), False),
+    "another unit": (numpy.datetime64(1, "D"), numpy.datetime64(1, "h"), False),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_may_take_the_place_of_a_value(name: str) -> None:
+    old, new, expected = VALUES[name]
+    assert same(new, old) is expected
+    assert same(old, old) is True
+
+
+def test_what_cannot_be_compared_is_another_value() -> None:
+    values: Sequence[Any] = (frozenset((Asks(),)), frozenset((Asks(),)))
+    assert same(*values) is False
+
+
+def test_a_tensor_that_moves_is_seen_where_it_is_held() -> None:
+    tensor = X.clone()
+    held = Held([tensor], [])
+    assert held.unchanged()
+    tensor.data = X.clone()
+    assert not held.unchanged()
+    assert "has moved" in str(held.changed())
