@@ -14,29 +14,30 @@ rules are read from the source, function by function, so that a new one is in th
   processes repeat it, and where saved files compare it.
 
 In place of a test a rule may have a reason why nothing changes without it; it begins with "same: ".
-"others" stands for all rules of a place that are not written out. Each edit is made in a copy of
-the source, which the named test imports.
+"others" stands for all rules of a place that are not written out. No file is edited: each mutant is
+a fork of one process that has collected the tests, with the code of the edited source in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
+import inspect
 import json
 import multiprocessing
 import os
-import re
-import shutil
+import select
+import signal
 import sys
 import tempfile
 import textwrap
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,24 +50,23 @@ TIMEOUT_S = 180
 SAME = "same: "
 # The test or reason for all rules of a place that are not written out.
 OTHERS = "others"
-# Exit statuses of pytest: tests failed, as opposed to none found or none collected.
-PASSED, FAILED = 0, 1
 SWITCHES = "calls/switches.py"
-# Processes that are forked from one that has imported PyTorch, which takes longer than most tests.
-_PROCESSES = multiprocessing.get_context("forkserver")
-# Where a row of the table of switches is used, with the code that lists the rows there, and which
-# rows are meant.
-USES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+# Where a row of the table of switches is used: the condition that picks the rows, the function or
+# table that it stands in, and which rows are meant.
+USES: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
     "calls": (
-        "if switch.kind in ('call', 'everywhere')",
+        "switch.kind in ('call', 'everywhere')",
+        "_at_calls",
         lambda row: row.kind in ("call", "everywhere") and not row.name.startswith("autocast"),
     ),
     "processes": (
-        "if switch.set is not None and switch.kind != 'call'",
+        "switch.set is not None and switch.kind != 'call'",
+        "CARRIED",
         lambda row: row.set is not None and row.kind != "call",
     ),
     "files": (
-        "if switch.kind in ('everywhere', 'saved')",
+        "switch.kind in ('everywhere', 'saved')",
+        "saved",
         lambda row: row.set is not None and row.kind in ("everywhere", "saved"),
     ),
 }
@@ -98,15 +98,38 @@ class Mutation:
         """Where the edit is made, below the package."""
         return SWITCHES if self.kind == "switches" else self.place.partition(":")[0]
 
-    def edited(self, source: str) -> str:
-        """The source of the file without the rule."""
-        tree = ast.parse(source)
+    def edited(self) -> ast.Module:
+        """The file without the rule."""
+        tree = ast.parse((SOURCE / self.file).read_text())
         if self.kind == "switches":
             _without_switch(tree, self.place.partition(": ")[2], self.rule)
         else:
             node = _definition(tree, self.place.partition(":")[2])
             dict(_RULES[self.kind](node))[self.rule]()
-        return ast.unparse(ast.fix_missing_locations(tree))
+        return ast.fix_missing_locations(tree)
+
+    def apply(self) -> None:
+        """Delete the rule in this process: give the function other code, or make the table anew."""
+        tree = self.edited()
+        name = f"graphwright.{self.file.removesuffix('.py').replace('/', '.')}"
+        module = importlib.import_module(name)
+        use = self.place.partition(": ")[2]
+        path = USES[use][1] if self.kind == "switches" else self.place.partition(":")[2]
+        node, owner = _definition(tree, path.partition(".")[0]), vars(module)
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            exec(compile(ast.Module([node], []), name, "exec"), owner)  # type: ignore[arg-type]
+            return
+        # Of functions inside of functions, the outermost one gets other code.
+        code: Any = compile(tree, name, "exec")
+        for part in path.split("."):
+            code = next(c for c in code.co_consts if getattr(c, "co_name", None) == part)
+            function = inspect.unwrap(getattr(owner[part], "__func__", owner[part]))
+            if isinstance(function, property):
+                function = function.fget
+            if not isinstance(function, type):
+                function.__code__ = code
+                return
+            owner = vars(function)
 
 
 # The rules of a piece of code, and what deletes each.
@@ -231,7 +254,7 @@ _RULES: dict[str, Callable[[Any], Rules]] = {
 
 
 def _without_switch(tree: ast.Module, use: str, name: str) -> None:
-    text = USES[use][0].removeprefix("if ")
+    text = USES[use][0]
     found = [
         (node, index)
         for node in ast.walk(tree)
@@ -256,7 +279,7 @@ def mutations() -> list[Mutation]:
             found += [Mutation(kind, place, rule, tests.get(rule, others)) for rule in rules]
     from graphwright.calls import switches
 
-    for use, (_, is_meant) in USES.items():
+    for use, (_, _, is_meant) in USES.items():
         tests = table["switches"][use]
         for row in filter(is_meant, switches.TABLE):
             test = tests.get(row.name, tests.get(OTHERS))
@@ -264,92 +287,96 @@ def mutations() -> list[Mutation]:
     return found
 
 
-class Runner:
-    """Runs tests with a copy of the source in place of the source.
+class Forks:
+    """A plugin of pytest's: each mutant is a fork of the process that has collected the tests.
+
+    Nothing on disk is changed. In the fork the function gets the code that the source without the
+    rule compiles to, or the table is made anew, and then its test runs.
 
     Args:
-        folder: for the copies, one a job.
-        jobs: how many tests run at a time.
+        work: the mutations to run; None for a test without one.
     """
 
-    def __init__(self, folder: Path, jobs: int) -> None:
-        self._copies: SimpleQueue[Path] = SimpleQueue()
-        ignored = shutil.ignore_patterns("__pycache__")
-        for job in range(jobs):
-            copy = folder / f"copy{job}"
-            shutil.copytree(SOURCE, copy / "graphwright", ignore=ignored)
-            self._copies.put(copy)
+    def __init__(self, work: Sequence[tuple[str, Mutation | None]]) -> None:
+        self.work = work
+        self.rows: list[dict[str, Any]] = []
 
-    def run(self, tests: Sequence[str], mutation: Mutation | None = None) -> tuple[int, str, float]:
-        """Run tests without a rule, or with all of them.
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """In place of pytest's own: run what there is to run, one after the other."""
+        for test, mutation in self.work:
+            items = [i for i in session.items if f"{i.nodeid}[".startswith(f"{test}[")]
+            began = time.monotonic()
+            outcome, red = _in_fork(items, mutation) if items else ("there is no such test", [])
+            self.rows.append({"test": test, "outcome": outcome, "red": red})
+            self.rows[-1]["seconds"] = round(time.monotonic() - began, 2)
+            if mutation is not None:
+                _show(mutation, self.rows[-1])
+            elif outcome != "survived":
+                print(f"without a mutation: {test}\n    {outcome} {red}", flush=True)
+        return True
 
-        Returns:
-            pytest's exit status, its output, and the seconds that it took.
-        """
-        copy = self._copies.get()
-        began = time.monotonic()
+
+def _in_fork(items: Sequence[Any], mutation: Mutation | None) -> tuple[str, list[str]]:
+    """What comes of tests without a rule: "red", "survived" or what else; and those that failed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
         try:
-            if mutation is None:
-                return *_pytest(copy, tests), time.monotonic() - began
-            file = copy / "graphwright" / mutation.file
-            source = file.read_text()
-            file.write_text(mutation.edited(source))
-            try:
-                return *_pytest(copy, [*tests, "-x"]), time.monotonic() - began
-            finally:
-                file.write_text(source)
-        finally:
-            self._copies.put(copy)
+            found = _run_items(items, mutation)
+        except BaseException as error:
+            found = f"{type(error).__name__}: {error}", []
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)  # What a mutant has broken may keep the process from ending.
+    os.close(writer)
+    with open(reader, "rb") as answer:
+        if not select.select([answer], [], [], TIMEOUT_S)[0]:
+            os.kill(child, signal.SIGKILL)
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    if not text:
+        return f"it ended with status {status}", []
+    outcome, red = json.loads(text)
+    return outcome, red
 
 
-def _pytest(copy: Path, arguments: Sequence[str]) -> tuple[int, str]:
-    """Run pytest in a process of its own, which has PyTorch already."""
-    output = copy / "output"
-    process = _PROCESSES.Process(target=_run_pytest, args=(copy, arguments, output))
-    process.start()
-    process.join(TIMEOUT_S if "-x" in arguments else None)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        return -1, f"no end after {TIMEOUT_S} s"
-    return process.exitcode, output.read_text(errors="replace")
+def _run_items(items: Sequence[Any], mutation: Mutation | None) -> tuple[str, list[str]]:
+    from _pytest.runner import runtestprotocol
+
+    if mutation is not None:
+        mutation.apply()
+    passed = False
+    for item in items:
+        for report in runtestprotocol(item, log=False):
+            if report.failed:
+                return "red", [item.nodeid]
+            passed |= report.when == "call" and report.passed
+    return ("survived" if passed else "all skipped"), []
 
 
-def _run_pytest(copy: Path, arguments: Sequence[str], output: Path) -> None:
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    # All that a mutant leaves behind is in its own folders.
-    os.environ |= {"PYTHONPATH": str(copy), "GRAPHWRIGHT_CACHE_DIR": str(copy / "cache")}
-    sys.path.insert(0, str(copy))
-    os.chdir(ROOT)
-    options = ["-q", "-rA", "--tb=no", "-n0", "-p", "no:cacheprovider", "-p", "no:benchmark"]
-    options += ["-m", "not gpu", f"--basetemp={copy / 'tmp'}"]
+def _show(mutation: Mutation, row: dict[str, Any]) -> None:
+    text = " ".join(mutation.name.split())
+    shown = textwrap.shorten(text, WIDTH - 16, placeholder="…")
+    print(f"{row['outcome'][:8]:<9}{shown:<{WIDTH - 17}}{row['seconds']:6.1f} s", flush=True)
+    if row["outcome"] != "red":
+        print(f"    {row['test']}\n    {row['outcome']}", flush=True)
+
+
+def run(work: Sequence[tuple[str, Mutation | None]]) -> list[dict[str, Any]]:
+    """Run mutants, in this process, which must not have run a test before; a row for each."""
     import pytest
 
-    status = pytest.main([*options, *arguments])
-    sys.stdout.flush()
-    os._exit(status)  # What a mutant has broken may keep the process from ending.
-
-
-def reds(output: str) -> list[str]:
-    """The tests that failed, from pytest's output."""
-    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-
-
-def greens(output: str) -> list[str]:
-    """The tests that passed."""
-    return re.findall(r"^PASSED (.+?)(?: - .*)?$", output, re.MULTILINE)
-
-
-def _verdict(status: int, output: str) -> str:
-    """What came of a mutant: "red" if its test failed."""
-    if status == FAILED and reds(output):
-        return "red"
-    if status == PASSED:
-        return "survived"
-    lines = output.strip().splitlines()
-    return f"not run: {lines[-1] if lines else 'no output'}"
+    plugin = Forks(work)
+    tests = sorted({test.partition("::")[0] for test, _ in work})
+    # That plugin warns beside xdist, and warnings are errors.
+    options = ["-qq", "-s", "-n0", "-m", "not gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["GRAPHWRIGHT_CACHE_DIR"] = folder
+        pytest.main([*options, f"--basetemp={folder}/tests", *tests], plugins=[plugin])
+    return plugin.rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -369,21 +396,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unnamed:
         print(f"{TABLE.name} has no test for:", *unnamed, sep="\n  ")
         return 2
-    run = [each for each in chosen if not str(each.test).startswith(SAME)]
-    if not run:
+    wanted = [each for each in chosen if not str(each.test).startswith(SAME)]
+    if not wanted:
         print("there is no such mutation")
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(Path(folder), options.jobs)
-        tests = list(dict.fromkeys(str(each.test) for each in run))
-        status, output, took = runner.run(tests)
-        passed = greens(output)
-        missing = [t for t in tests if not any(p == t or p.startswith(f"{t}[") for p in passed)]
-        if status != PASSED or missing:
-            print("Without a mutation these do not pass:", *(reds(output) or missing), sep="\n  ")
-            return 2
-        print(f"{len(tests)} tests pass without a mutation, in {took:.0f} s", flush=True)
-        rows = _run_all(runner, run, options.jobs)
+    tests = list(dict.fromkeys(str(each.test) for each in wanted))
+    work = [(test, None) for test in tests] + [(str(each.test), each) for each in wanted]
+    done = _in_processes(work, options.jobs)
+    if any(row["outcome"] != "survived" for row in done[: len(tests)]):
+        print("Without a mutation not all tests pass.")
+        return 2
+    rows = [
+        {"kind": each.kind, "place": each.place, "rule": each.rule, **row}
+        for each, row in zip(wanted, done[len(tests) :], strict=True)
+    ]
     survived = [row for row in rows if row["outcome"] != "red"]
     print(f"{len(rows) - len(survived)} of {len(rows)} mutants are seen by their test.")
     same = [each for each in chosen if str(each.test).startswith(SAME)]
@@ -393,27 +419,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(survived))
 
 
-def _run_all(runner: Runner, run: Sequence[Mutation], jobs: int) -> list[dict[str, Any]]:
-    def one(mutation: Mutation) -> dict[str, Any]:
-        status, output, took = runner.run([str(mutation.test)], mutation)
-        row = {
-            "kind": mutation.kind,
-            "place": mutation.place,
-            "rule": mutation.rule,
-            "test": mutation.test,
-            "outcome": _verdict(status, output),
-            "red": reds(output),
-            "seconds": round(took, 1),
-        }
-        text = " ".join(mutation.name.split())
-        shown = textwrap.shorten(text, WIDTH - 16, placeholder="…")
-        print(f"{row['outcome'][:8]:<9}{shown:<{WIDTH - 16}}{took:5.1f} s", flush=True)
-        if row["outcome"] != "red":
-            print(f"    {mutation.test}\n    {row['outcome']}", flush=True)
-        return row
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, run))
+def _in_processes(work: Sequence[tuple[str, Mutation | None]], jobs: int) -> list[dict[str, Any]]:
+    """As `run`, in some processes."""
+    shares = [work[job::jobs] for job in range(jobs)]
+    rows: list[Any] = [None] * len(work)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for job, done in enumerate(pool.map(run, shares)):
+            rows[job::jobs] = done
+    return rows
 
 
 def _write(file: Path, rows: Sequence[dict[str, Any]], same: Sequence[Mutation]) -> None:
@@ -439,6 +452,5 @@ def _write(file: Path, rows: Sequence[dict[str, Any]], same: Sequence[Mutation])
 
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
-    _PROCESSES.set_forkserver_preload(["torch.export", "pytest", "hypothesis"])
     sys.path.insert(0, str(ROOT))
     sys.exit(main())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import operator
 import re
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphwright as gw
 from graphwright.calls import signature
-from graphwright.calls.dependencies import same
-from graphwright.calls.holders import Held
+from graphwright.calls.dependencies import DictionarySource, Name, difference, same
+from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
 from graphwright.calls.signature import (
     CallSignature,
     describe,
@@ -33,6 +35,7 @@ from graphwright.calls.signature import (
     require_grad,
     without_memory,
 )
+from graphwright.calls.watch import ModuleWatch
 from graphwright.errors import SignatureError
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
@@ -441,3 +444,158 @@ def test_a_tensor_that_moves_is_seen_where_it_is_held() -> None:
     tensor.data = X.clone()
     assert not held.unchanged()
     assert "has moved" in str(held.changed())
+
+
+def links(old: torch.Tensor, new: torch.Tensor) -> dict[_Kind, tuple[_Link, Callable[[], Any]]]:
+    """For each way to hold something a link to it, and what puts something else there."""
+    by_name, as_key, row, box = {"a": old}, {old: 1}, [old], Box(old)
+    cell, variable, member = types.CellType(old), contextvars.ContextVar("variable"), {old}
+    variable.set(old)
+    weight, hidden = nn.Parameter(X.clone()), [old]
+    weight.grad, inside = old, iter(hidden)
+
+    def replace_cell() -> None:
+        cell.cell_contents = new
+
+    return {
+        _Kind.ITEM: (_Link(by_name, old, _Kind.ITEM, "a"), lambda: by_name.update(a=new)),
+        _Kind.KEY: (_Link(as_key, old, _Kind.KEY), as_key.clear),
+        _Kind.INDEX: (_Link(row, old, _Kind.INDEX, 0), lambda: row.insert(0, new)),
+        _Kind.ATTRIBUTE: (
+            _Link(box, old, _Kind.ATTRIBUTE, "value"),
+            lambda: setattr(box, "value", new),
+        ),
+        _Kind.CELL: (_Link(cell, old, _Kind.CELL), replace_cell),
+        _Kind.CONTEXT: (_Link(variable, old, _Kind.CONTEXT), lambda: variable.set(new)),
+        _Kind.GRADIENT: (
+            _Link(weight, old, _Kind.GRADIENT),
+            lambda: setattr(weight, "grad", new),
+        ),
+        _Kind.MEMBER: (_Link(member, old, _Kind.MEMBER), member.clear),
+        _Kind.INSIDE: (
+            _Link(inside, hidden, _Kind.INSIDE, _places(inside, hidden)),
+            lambda: list(inside),
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", [k for k in _CHECKS if k not in (_Kind.FIXED, _Kind.THREAD)])
+def test_a_link_holds_until_something_else_is_there(kind: _Kind) -> None:
+    link, put_other = links(X.clone(), X.clone())[kind]
+    assert link.holds()
+    put_other()
+    assert not link.holds()
+
+
+def test_each_thread_has_attributes_of_its_own() -> None:
+    local = threading.local()
+    link = _Link(local, local.__dict__, _Kind.THREAD)
+    found: list[bool] = []
+    other = threading.Thread(target=lambda: found.append(link.holds()))
+    other.start()
+    other.join()
+    assert (link.holds(), found) == (True, [False])
+
+
+def test_keys_count_where_the_values_are_the_same() -> None:
+    def changed(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
+        return difference(DictionarySource(Name("", "it"), old), new)[0] is not None
+
+    assert changed({"a": 1}, {"b": 1})
+    assert changed({1: "x"}, {True: "x"})
+    assert changed({"a": 1, "b": 2}, {"b": 1, "a": 2})
+    assert not changed({(1000, "a"): 1}, {(1000, "".join("a")): 1})
+
+
+def test_what_may_be_replaced_is_so_on_both_sides() -> None:
+    old, new = X.clone(), X.clone()
+    source = DictionarySource(Name("", "it"), {"a": old})
+    assert difference(source, {"a": new}, lambda it: it is old)[0] is not None
+    assert difference(source, {"a": new}, lambda it: it is new)[0] is not None
+    assert difference(source, {"a": new}, lambda it: True) == (None, [])
+    lists = DictionarySource(Name("", "it"), {"a": [1]})
+    assert len(difference(lists, {"a": [1]}, lambda it: True)[1]) == 1
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("ask", ["unchanged", "unaudited", "changed"])
+def test_a_parameter_that_is_frozen_is_noticed_where_it_is_trained(ask: str) -> None:
+    for training in (True, False):
+        model: Any = _linear()
+        watch = ModuleWatch(model, values=False, training=training)
+        as_it_was = {"unchanged": True, "unaudited": True, "changed": None}[ask]
+        assert getattr(watch, ask)() is as_it_was
+        model.weight.requires_grad_(False)
+        assert (getattr(watch, ask)() == as_it_was) is not training
+
+
+@pytest.mark.parametrize("ask", ["unchanged", "unaudited"])
+def test_an_audit_looks_at_each_nth_check_and_then_until_the_values_are_back(ask: str) -> None:
+    model: Any = _linear()
+    watch = ModuleWatch(model, values=True, audit=3)
+    before = model.weight.detach().clone()
+    model.weight.data.add_(1)
+    assert [getattr(watch, ask)() for _ in range(4)] == [True, True, False, False]
+    model.weight.data.copy_(before)
+    assert getattr(watch, ask)()
+
+
+class _Other:
+    """What a watch was joined with."""
+
+    same = True
+
+    def unchanged(self) -> bool:
+        return self.same
+
+    def changed(self) -> str | None:
+        return None if self.same else "it was replaced"
+
+
+REBINDS: dict[str, Callable[[Any], object]] = {
+    "replaced": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(4, 4))),
+    "moved": lambda model: setattr(model.weight, "data", torch.zeros(4, 4)),
+    "another shape": lambda model: setattr(model.weight, "data", model.weight.data.view(2, 8)),
+}
+
+
+@pytest.mark.parametrize("name", REBINDS)
+def test_what_is_bound_anew_is_noticed(name: str) -> None:
+    model = _linear()
+    watch = ModuleWatch(model, values=False)
+    unwatched = ModuleWatch(model, values=False, checks="none")
+    assert not watch.rebound()
+    REBINDS[name](model)
+    assert watch.rebound()
+    assert not watch.unchanged()
+    assert watch.changed() is not None
+    assert not unwatched.rebound()
+    assert unwatched.unchanged()
+
+
+def test_what_a_watch_was_joined_with_counts() -> None:
+    watch, other = ModuleWatch(_linear(), values=False), _Other()
+    watch.join(other)
+    assert watch.unchanged()
+    assert not watch.rebound()
+    other.same = False
+    assert not watch.unchanged()
+    assert watch.rebound()
+    assert watch.changed() == "it was replaced"
+
+
+def test_a_slot_that_is_set_later_and_a_long_list_that_grows_are_noticed() -> None:
+    model: Any = _linear()
+    model.forward = lambda x: x * model.slotted.value * len(model.long)
+    model.slotted, model.long = Slotted(), [0] * 2000
+    watch = ModuleWatch(model, values=False)
+    assert watch.unchanged()
+    model.long.append(0)
+    assert not watch.unchanged()
+    model.long.pop()
+    assert watch.unchanged()
+    model.slotted.value = 1
+    assert not watch.unchanged()

@@ -190,7 +190,8 @@ def test_each_row_has_another_value() -> None:
 
 def test_other_processes_repeat_it() -> None:
     # A build without cuDNN cannot read its limit.
-    assert set(OTHER) - {"torch.backends.cudnn.benchmark_limit"} <= set(CARRIED) <= set(OTHER)
+    repeated = {row.name for row in switches.CARRIED}
+    assert set(OTHER) - {"torch.backends.cudnn.benchmark_limit"} <= repeated <= set(OTHER)
 
 
 # What decides between ways of equal precision, or is read by all that runs, at each run.
@@ -215,23 +216,22 @@ if torch.version.hip is None:
 ONLY_IN_FILES = {
     f"torch.backends.mkldnn.{part}.fp32_precision" for part in ("matmul", "conv", "rnn")
 }
-# What a build for GPUs compares at each call.
-OF_A_GPU_BUILD = switches._reader((*switches._AUTOCAST, *switches._at_calls(cuda=True)))
 
 
 @pytest.mark.parametrize("name", [n for n in OTHER if n not in ONLY_REPEATED | ONLY_IN_FILES])
 def test_a_call_on_a_build_for_gpus_compares_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # They raise once these settings differ from what they can say.
     monkeypatch.setattr(switches._OlderTf32Flags, "answers", False)
-    before = OF_A_GPU_BUILD()
+    read = switches._reader((*switches._AUTOCAST, *switches._at_calls(cuda=True)))
+    before = read()
     with turned(name), monkeypatch.context() as patch:
         if name == "torch.nn.attention.activate_flash_attention_impl":
             patch.setattr("torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE", ("FA4",))
         if name == "torch.backends.opt_einsum" and name in ALIKE:
             patch.setitem(switches._NAMES["einsum"], "enabled", True)
             patch.setitem(switches._NAMES["einsum"], "strategy", "greedy")
-        assert OF_A_GPU_BUILD() != before
-    assert OF_A_GPU_BUILD() == before
+        assert read() != before
+    assert read() == before
 
 
 def test_a_file_is_compared_in_it() -> None:
