@@ -287,6 +287,18 @@ def mutations() -> list[Mutation]:
     return found
 
 
+class Reports:
+    """A plugin of pytest's: whether a test failed, and whether one passed."""
+
+    def __init__(self) -> None:
+        self.failed = self.passed = False
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Look at what came of a test's set-up, call or clean-up."""
+        self.failed |= report.failed
+        self.passed |= report.when == "call" and report.passed
+
+
 class Forks:
     """A plugin of pytest's: each mutant is a fork of the process that has collected the tests.
 
@@ -344,17 +356,16 @@ def _in_fork(items: Sequence[Any], mutation: Mutation | None) -> tuple[str, list
 
 
 def _run_items(items: Sequence[Any], mutation: Mutation | None) -> tuple[str, list[str]]:
-    from _pytest.runner import runtestprotocol
-
     if mutation is not None:
         mutation.apply()
-    passed = False
+    seen = Reports()
+    items[0].config.pluginmanager.register(seen)
     for item in items:
-        for report in runtestprotocol(item, log=False):
-            if report.failed:
-                return "red", [item.nodeid]
-            passed |= report.when == "call" and report.passed
-    return ("survived" if passed else "all skipped"), []
+        # As pytest's own loop does, so that warnings are errors here too.
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+        if seen.failed:
+            return "red", [item.nodeid]
+    return ("survived" if seen.passed else "all skipped"), []
 
 
 def _show(mutation: Mutation, row: dict[str, Any]) -> None:

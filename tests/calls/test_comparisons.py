@@ -9,6 +9,7 @@ import operator
 import re
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,16 +28,19 @@ import graphwright as gw
 from graphwright.calls import signature
 from graphwright.calls.dependencies import DictionarySource, Name, difference, same
 from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
+from graphwright.calls.iterators import _position, _steady, is_opaque_iterator
 from graphwright.calls.signature import (
     CallSignature,
     describe,
     inside_func,
     inside_transform,
+    refuse_weights,
     require_grad,
     without_memory,
 )
 from graphwright.calls.watch import ModuleWatch
 from graphwright.errors import SignatureError
+from graphwright.graphs.effects import _difference
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 Y = X + 1
@@ -599,3 +603,73 @@ def test_a_slot_that_is_set_later_and_a_long_list_that_grows_are_noticed() -> No
     assert watch.unchanged()
     model.slotted.value = 1
     assert not watch.unchanged()
+
+
+def test_a_tensor_of_another_class_is_compared_in_its_shape_too() -> None:
+    model: Any = _linear()
+    model.register_buffer("other", X.clone().as_subclass(Sub))
+    watch = ModuleWatch(model, values=False)
+    assert watch.unchanged()
+    model.other.data = model.other.data.view(8, 4)
+    assert not watch.unchanged()
+
+
+class Answering(Dispatching):
+    """One whose functions are its own, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_that_answers_functions_is_refused_where_it_has_to_be_copied() -> None:
+    model: Any = _linear()
+    model.register_buffer("other", X.clone().as_subclass(Answering))
+    refuse_weights(model)
+    with pytest.raises(SignatureError, match="other is a Answering"):
+        refuse_weights(model, subclasses=True)
+
+
+def test_a_weight_without_values_is_named_by_what_else_it_is() -> None:
+    model: Any = _linear()
+    model.register_buffer("other", X.to("meta").as_subclass(Dispatching))
+    with pytest.raises(SignatureError, match="other is a Dispatching"):
+        refuse_weights(model)
+
+
+class Counted(map):  # type: ignore[type-arg]  # of anything
+    """An iterator with attributes."""
+
+
+def test_where_an_iterator_stands_is_seen() -> None:
+    generator = (n for n in range(2))
+    seen = [_position(generator)]
+    for _ in generator:
+        seen.append(_position(generator))
+    assert seen[0] != seen[1] != seen[2]
+    assert _position(generator) is None
+    held: Any = Counted(str, [1])
+    held.tensor = X
+    assert _steady(held) == _steady(held)
+    assert is_opaque_iterator(held)
+    assert not is_opaque_iterator(weakref.proxy(held))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ([1, 2], [1, 3], ((), 1, [3])),
+        ([1, 2], [1, 2, 3], ((), 2, [3])),
+        ([1, 2], [1], ((), 1, [])),
+        ([1, 2], [1, 2], None),
+        ({"a": 1, "b": 2}, {"b": 2}, (("a",), 0, {})),
+        ({"a": 1}, {"a": 2}, ((), 0, {"a": 2})),
+        ({"a": 1}, {"a": 1, "b": 2}, ((), 0, {"b": 2})),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, (("a", "b"), 0, {"b": 2, "a": 1})),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 3}, (("a", "b"), 0, {"b": 2, "a": 3})),
+        ({"a": 1}, {"a": 1}, None),
+    ],
+)
+def test_what_a_call_did_to_a_container(before: Any, after: Any, expected: Any) -> None:
+    assert _difference(before, after) == expected
