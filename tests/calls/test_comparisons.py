@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -350,6 +350,12 @@ class Pair(tuple[Any, ...]):
     """A tuple with attributes."""
 
 
+class Named(NamedTuple):
+    """A tuple of another class, without attributes."""
+
+    value: Any
+
+
 class Slotted:
     """An object with slots alone."""
 
@@ -409,6 +415,8 @@ VALUES: dict[str, tuple[Any, Any, bool | None]] = {
     "an equal tuple": ((1000, "a b"), (1000, "".join(("a ", "b"))), True),
     "another tuple": ((1, 2), (1, 3), False),
     "a longer tuple": ((1,), (1, 2), False),
+    "an equal named tuple": (Named(1), Named(1), True),
+    "a tuple of another class": ((1,), Named(1), False),
     "a tuple with a list": ((1, [1]), (1, [1]), None),
     "a tuple with attributes": (Pair((1,)), Pair((1,)), None),
     "a partial": (functools.partial(nothing), functools.partial(nothing), None),
