@@ -962,7 +962,7 @@ def test_other_settings_are_refused_by_name(saved: Path) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         with pytest.raises(
-            gw.ArtifactError, match=r"deterministic_algorithms was False and is True"
+            gw.ArtifactError, match=r"use_deterministic_algorithms is True, and was False"
         ):
             gw.load(saved)
     finally:

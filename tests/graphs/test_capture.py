@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
 import sys
@@ -17,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
+from graphwright.graphs import captured_call
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.graph import GraphClosed, GraphState
 from graphwright.graphs.journal import Journal
@@ -40,6 +42,18 @@ def test_a_graph_goes_through_its_states(device: torch.device) -> None:
     assert graph.state == "closed"
     with pytest.raises(gw.CaptureError, match=r"neg\(3\) is closed"):
         graph(torch.ones(3, device=device))
+
+
+def test_one_that_fails_to_begin_is_let_go_without_an_error(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise gw.CaptureError("on purpose")
+
+    monkeypatch.setattr(captured_call, "device_of", fails)
+    with pytest.raises(gw.CaptureError, match="on purpose"):
+        gw.capture(torch.neg, torch.ones(3, device=device))
+    gc.collect()  # An error in __del__ would be a warning.
 
 
 def test_static_inputs_and_outputs_are_the_graph_s_own(device: torch.device) -> None:

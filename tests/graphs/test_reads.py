@@ -34,6 +34,9 @@ from graphwright.strategies.base import AVAILABLE
 from graphwright.strategies.runners import GRAPH
 from graphwright.tuning.tuner import Tuning
 
+# Names of globals are computed here, of which a warning tells once for each function.
+pytestmark = pytest.mark.filterwarnings("ignore:Not watched:RuntimeWarning")
+
 Read = Callable[[], torch.Tensor]
 Replace = Callable[[torch.Tensor], object]
 Place = tuple[Read, Replace]
@@ -72,7 +75,7 @@ def hidden(store: Any) -> Callable[[], Any]:
 
 def in_a_namespace(first: torch.Tensor) -> Place:
     namespace: dict[str, Any] = {"value": first}
-    exec('def read(): return globals()["val" + "ue"]', namespace)
+    exec('def read(): return globals()["".join(["val", "ue"])]', namespace)
     return namespace["read"], lambda new: namespace.update(value=new)
 
 

@@ -123,7 +123,7 @@ def lstm(device: torch.device, dropout: float = 0.0) -> Training:
 
 
 def lstm_with_dropout(device: torch.device) -> Training:
-    """On a GPU cuDNN has random numbers of its own, which no seed puts back."""
+    """On a GPU cuDNN has random numbers of its own, which begin anew after each seed."""
     return lstm(device, 0.1)
 
 

@@ -21,8 +21,6 @@ from training_steps import (
     cnn_with_batch_norm,
     eagerly,
     fused,
-    lstm,
-    lstm_with_dropout,
     mlp,
     mlp_with_adamw,
     mlp_with_dropout,
@@ -85,8 +83,6 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("make", TRAININGS, ids=lambda make: str(make.__name__))
 def test_losses_and_weights_are_eager_s(make: Make, device: torch.device) -> None:
-    if make is lstm_with_dropout and device.type == "cuda":
-        return  # Refused, as a test below shows.
     eager, expected = eagerly(make, device, STEPS)
     again, repeated = eagerly(make, device, STEPS)
     training = make(device)
@@ -567,15 +563,6 @@ def test_a_graphed_step_is_not_copied(device: torch.device) -> None:
     graphed = graph_of(mlp_with_adamw(device))
     with pytest.raises(gw.CaptureError, match="neither copied"):
         copy.deepcopy(graphed)
-
-
-@pytest.mark.gpu
-def test_dropout_inside_of_cudnn_s_rnns_is_refused() -> None:
-    training = lstm(torch.device("cuda"), 0.1)
-    before = state_of(training)
-    with pytest.raises(gw.CaptureError):
-        graph_of(training)
-    assert equal(state_of(training), before)
 
 
 def test_explain_says_what_runs(device: torch.device) -> None:

@@ -35,6 +35,7 @@ OPTIONS: dict[str, list[dict[str, Any]] | None] = {
     "AdamW": [{"fused": True}, {"fused": True, "maximize": True}],
     "Adagrad": [{"fused": True, "lr_decay": 0.01, "weight_decay": 0.1}],
 }
+WITHOUT_KERNEL = [("Adagrad", "cuda")]
 CAPTURABLE = ["Adadelta", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"]
 MORE: dict[str, dict[str, Any]] = {
     "AdamW": {},
@@ -171,6 +172,8 @@ def changing(keys: list[str]) -> Change:
 
 def check_numbers(name: str, options: dict[str, Any], device: torch.device, *, each: bool) -> int:
     """Train with options that change, together or one at a time; how many made a difference."""
+    if (name, device.type) in WITHOUT_KERNEL:
+        pytest.skip("PyTorch has no fused kernel of it there")
     make = made(name, options)
     keys = numbers_of(make(net(device)).param_groups[0])
     assert keys
@@ -451,6 +454,38 @@ def test_under_a_scaler_numbers_are_tensors_too(device: torch.device) -> None:
     assert actual[1].statistics.replays == 20
 
 
+def test_a_first_run_that_fails_after_the_optimizer_leaves_numbers_alone(
+    device: torch.device,
+) -> None:
+    def run(graphed: bool) -> tuple[list[torch.Tensor], Any]:
+        model = net(device)
+        frozen = model.get_submodule("0").requires_grad_(False).bias
+        frozen.grad = torch.ones_like(frozen)
+        optimizer = adamw(model.get_submodule("2"))
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.05, 30)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            assert frozen.grad is not None
+            frozen.grad.mul_(0.5)  # Not possible with the first stand-in for it.
+            return loss
+
+        call: Any = gw.graph_step(step, next(rows(device, 1))) if graphed else step
+        seen = []
+        for x in rows(device, STEPS):
+            seen.append(call(x).detach().clone())
+            scheduler.step()
+        return [*seen, *(p.detach() for p in model.parameters()), frozen.grad], call
+
+    (actual, graphed), (expected, _) = run(True), run(False)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+    assert graphed.statistics.captures == 1
+    assert graphed.statistics.replays == STEPS
+
+
 class OnHost(torch.optim.SGD):
     """An optimizer of a user's that reads its numbers as such."""
 
@@ -495,7 +530,9 @@ def test_numbers_that_are_read_end_in_eager_steps_with_one_warning(device: torch
     assert graphed.statistics.captures <= 12
     [told] = caught
     text = str(told.message)
-    assert "reading it from a tensor failed: A value of a tensor is read" in text
+    assert "reading it from a tensor failed: " in text
+    if device.type == "cpu":
+        assert "A value of a tensor is read" in text
     assert "Change it more rarely" in text
     optimizer = graphed._builder.numbers[0]._optimizer
     # The remedy: from here on it stays as it is for longer.

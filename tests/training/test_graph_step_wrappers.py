@@ -513,5 +513,5 @@ def test_what_wraps_no_optimizer_is_no_optimizer(device: torch.device) -> None:
     model = net(device)
     step = plain(model, sgd(model))
     for wrong in (object(), Scales(None), model, "SGD"):
-        with pytest.raises(gw.OptionError, match=r"neither a torch\.optim\.Optimizer nor"):
+        with pytest.raises(gw.OptionError, match=r"not a torch\.optim\.Optimizer and wraps none"):
             gw.graph_step(step, next(rows(device)), optimizer=wrong)  # type: ignore[arg-type]  # wrong

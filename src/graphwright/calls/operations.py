@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 # does cuDNN's dropout between the layers of an RNN with its random state.
 _STATISTICS = ("running_mean", "running_var", "dropout_state")
 _WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
+# Their result is PyTorch's own and stays: the random state of cuDNN's dropout.
+_KEPT = ("_cudnn_init_dropout_state",)
 # Arguments that say whether it is training.
 _MODE = ("training", "train")
 
@@ -120,6 +122,11 @@ def announced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in always]
     found = [tensor for value in given for tensor in tensors(value)]
     return [t for t in found if t.layout is torch.strided and not t.is_nested]
+
+
+def is_kept(func: Any) -> bool:
+    """Whether PyTorch itself keeps what an operation returns, for all later calls."""
+    return func._opname in _KEPT
 
 
 def one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:

@@ -131,6 +131,8 @@ class CapturedCall(Graph):
         self._takes_objects = objects
         self.signature = signature_of(args, kwargs, self._module, objects=objects)
         self._sample, self._spec = flatten(args, kwargs, objects=objects)
+        # Fused and tuned modules inside of it, which run what they were made into.
+        self.parts = Parts()
         super().__init__(
             pool_of_one_graph() if pool is None else pool,
             name_of(fn, self._sample),
@@ -144,8 +146,6 @@ class CapturedCall(Graph):
         self._inputs: StaticInputs | None = None
         self._results: StaticOutputs | None = None
         self._watch: ModuleWatch | None = None
-        # Fused and tuned modules inside of it, which run what they were made into.
-        self.parts = Parts()
         self._breaks = breaks
         self._streams = streams
         self._may_look = may_look

@@ -222,11 +222,13 @@ class CapturedStep(CapturedCall):
         return ModuleWatch(self._module, values=False, training=True)
 
     def _explain_reads(self, watch: ModuleWatch) -> None:
-        """As for a call; gradients and the optimizers' memory are looked at by the step itself."""
+        """As for a call; gradients and what is the optimizers' are looked at by the step itself."""
         assert self._warmed is not None
         grads = [grad for grad in self.start.values() if grad is not None]
         seen = [*self._body.parameters, *grads, *self.optimizer_memory.tensors()]
         seen += [rate.tensor for rate in self._body.rates if rate.tensor is not None]
+        for number in self._body.numbers:
+            seen += [*(number.tensors or ()), *number.shown]
         used = {tensor.untyped_storage()._cdata for tensor in seen}
         explain(self._warmed.read, watch, self.parts, self._device, used)
         self._warmed.read.clear()
