@@ -316,7 +316,7 @@ class Forks:
     def pytest_runtestloop(self, session: Any) -> bool:
         """In place of pytest's own: run what there is to run, one after the other."""
         for test, mutation in self.work:
-            items = [i for i in session.items if f"{i.nodeid}[".startswith(f"{test}[")]
+            items = [each for each in session.items if _is_of(each.nodeid, test)]
             began = time.monotonic()
             outcome, red = _in_fork(items, mutation) if items else ("there is no such test", [])
             self.rows.append({"test": test, "outcome": outcome, "red": red})
@@ -326,6 +326,11 @@ class Forks:
             elif outcome != "survived":
                 print(f"without a mutation: {test}\n    {outcome} {red}", flush=True)
         return True
+
+
+def _is_of(identity: str, test: str) -> bool:
+    """Whether a test is the one that is named, with any parameters, or in the file that is."""
+    return identity == test or identity.startswith((f"{test}[", f"{test}::"))
 
 
 def _in_fork(items: Sequence[Any], mutation: Mutation | None) -> tuple[str, list[str]]:

@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -22,6 +22,7 @@ from graphwright.calls.iterators import Iterators
 from graphwright.calls.modules import FunctionModule
 from graphwright.calls.watch import ModuleWatch
 
+LIBRARY = "/somewhere/site-packages/library.py"
 Change = Callable[[], object]
 Place = tuple[Any, Change]
 
@@ -314,9 +315,8 @@ def _global_of_a_method() -> Place:
 
 def _global_of_a_library_s_method() -> Place:
     text = "class made(nn.Module):\n def forward(self, x): return x * SCALE"
-    cls = function(text, "/somewhere/site-packages/library.py", SCALE=1)
-    module = file(__file__="/somewhere/site-packages/library.py")
-    sys.modules["a_library_s_file"] = module
+    cls = function(text, LIBRARY, SCALE=1)
+    sys.modules["a_library_s_file"] = file(__file__=LIBRARY)
     cls.__module__ = "a_library_s_file"
     return cls(), lambda: cls.forward.__globals__.update(SCALE=2)
 
@@ -375,6 +375,166 @@ def _hook() -> Place:
     return model, lambda: model.register_forward_hook(lambda *_: None)
 
 
+def _class_of_a_child() -> Place:
+    class Other(Holds):
+        """Another class."""
+
+    child = Holds(1)
+    return nn.Sequential(child), lambda: setattr(child, "__class__", Other)
+
+
+def _class_of_a_container() -> Place:
+    class Own(list[Any]):
+        """A list with attributes."""
+
+    class Other(list[Any]):
+        """Another one."""
+
+    held = Own([1])
+    return Holds(held), lambda: setattr(held, "__class__", Other)
+
+
+def _slot_of_a_container() -> Place:
+    class Own(list[Any]):
+        """A list with a slot."""
+
+        __slots__ = ("scale",)
+
+    held = Own([1])
+    held.scale = 1
+    return Holds(held), lambda: setattr(held, "scale", 2)
+
+
+def _memory_of_a_weight() -> Place:
+    model = nn.Linear(2, 2)
+    return model, lambda: setattr(model.weight, "data", torch.zeros(2, 2))
+
+
+def _module_in_a_list() -> Place:
+    child = nn.Linear(2, 2)
+    return Holds([child]), lambda: setattr(child, "in_features", 3)
+
+
+def _function_as_a_child() -> Place:
+    scale = [1]
+    return nn.Sequential(FunctionModule(lambda x: x * scale[0])), lambda: scale.append(2)
+
+
+_INNER: list[torch.Tensor] = []
+
+
+class Wrapper(torch.Tensor):
+    """A tensor around another one."""
+
+    @property
+    def inner(self) -> torch.Tensor:
+        """The other one, which is no attribute of its own."""
+        return _INNER[0]
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        _INNER[:] = [inner]
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def _tensor_in_a_wrapper() -> Place:
+    inner = torch.ones(2)
+    return Holds([Wrapper(inner)]), lambda: setattr(inner, "data", torch.zeros(2))
+
+
+def _list_of_a_class() -> Place:
+    class Own(Holds):
+        """Reads a list of its class."""
+
+        table: ClassVar[list[int]] = [1]
+
+        def forward(self, x: Any) -> Any:
+            return x * self.table[0]
+
+    return Own(1), lambda: Own.table.append(2)
+
+
+def _global_of_a_library_s_object() -> Place:
+    text = "class made:\n def __call__(self, x): return x * SCALE"
+    cls = function(text, LIBRARY, SCALE=1)
+    sys.modules["a_library_s_file"] = file(__file__=LIBRARY)
+    cls.__module__ = "a_library_s_file"
+    return Holds(cls()), lambda: cls.__call__.__globals__.update(SCALE=2)
+
+
+def _file_that_a_function_imports() -> Place:
+    settings = sys.modules["a_library_s_file"] = file(SCALE=1)
+    call = function("def made(x):\n from a_library_s_file import SCALE\n return x * SCALE")
+    return FunctionModule(call), lambda: setattr(settings, "SCALE", 2)
+
+
+# Beside such code it is not known which names count.
+DYNAMIC = "def made(x):\n getattr(x, 'shape')\n return "
+
+
+def _class_that_dynamic_code_names() -> Place:
+    class Settings:
+        """Values of a class."""
+
+        SCALE = 1
+
+    call = function(DYNAMIC + "x * Settings.SCALE", Settings=Settings)
+    return FunctionModule(call), lambda: setattr(Settings, "SCALE", 2)
+
+
+def _class_that_dynamic_code_closes_over() -> Place:
+    class Settings:
+        """Values of a class."""
+
+        SCALE = 1
+
+    def call(x: Any) -> Any:
+        getattr(x, "shape")  # noqa: B009  # as it is meant
+        return x * Settings.SCALE
+
+    return FunctionModule(call), lambda: setattr(Settings, "SCALE", 2)
+
+
+def _autograd_function_of_dynamic_code() -> Place:
+    class Twice(torch.autograd.Function):
+        """A function whose methods nobody names."""
+
+        @staticmethod
+        def backward(ctx: Any, x: Any) -> Any:
+            return x * 2
+
+    call = function(DYNAMIC + "Twice.apply(x)", Twice=Twice)
+    return FunctionModule(call), lambda: setattr(Twice, "backward", staticmethod(lambda c, x: x))
+
+
+def _method_that_a_method_of_dynamic_code_names() -> Place:
+    class Tools:
+        """Functions that name one another, three deep."""
+
+        @classmethod
+        def first(cls, x: Any) -> Any:
+            return cls.second(x)
+
+        @classmethod
+        def second(cls, x: Any) -> Any:
+            return cls.third(x)
+
+        @classmethod
+        def third(cls, x: Any) -> Any:
+            return x
+
+    call = function(DYNAMIC + "Tools.first(x)", Tools=Tools)
+    return FunctionModule(call), lambda: setattr(Tools, "third", classmethod(lambda cls, x: -x))
+
+
 PLACES: dict[str, Callable[[], Place]] = {
     "object": _object,
     "slots": _slots,
@@ -426,6 +586,20 @@ PLACES: dict[str, Callable[[], Place]] = {
     "buffer": _buffer,
     "child": _child,
     "hook": _hook,
+    "class of a child": _class_of_a_child,
+    "class of a container": _class_of_a_container,
+    "slot of a container": _slot_of_a_container,
+    "memory of a weight": _memory_of_a_weight,
+    "module in a list": _module_in_a_list,
+    "function as a child": _function_as_a_child,
+    "tensor in a wrapper": _tensor_in_a_wrapper,
+    "list of a class": _list_of_a_class,
+    "global of a library's object": _global_of_a_library_s_object,
+    "file that a function imports": _file_that_a_function_imports,
+    "class that dynamic code names": _class_that_dynamic_code_names,
+    "class that dynamic code closes over": _class_that_dynamic_code_closes_over,
+    "autograd function of dynamic code": _autograd_function_of_dynamic_code,
+    "method that a method of dynamic code names": _method_that_a_method_of_dynamic_code_names,
 }
 
 

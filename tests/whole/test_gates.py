@@ -20,6 +20,7 @@ from torch.optim import SGD, Adam
 import graphwright as gw
 from graphwright.calls.host_generators import HostGenerators
 from graphwright.errors import CaptureError
+from graphwright.graphs import warmup
 from graphwright.graphs.captured_call import signature_of
 from graphwright.graphs.conditions import as_captured
 from graphwright.training.callables.captured_pair import BUSY
@@ -152,6 +153,16 @@ def test_a_captured_call_gives_no_gradients(args: Any, training: bool) -> None:
         signature_of(args, {}, model)
     with torch.no_grad():
         assert signature_of(args, {}, model)
+
+
+def test_writes_to_the_host_and_set_ups_are_refused() -> None:
+    storage = X.untyped_storage()
+    warmup._refuse_writes_on_host([])
+    with pytest.raises(CaptureError, match="writes to a tensor on the host"):
+        warmup._refuse_writes_on_host([storage])
+    warmup._refuse_first_run_setup([storage], [storage])
+    with pytest.raises(CaptureError, match="sets something up"):
+        warmup._refuse_first_run_setup([storage], [])
 
 
 def test_a_step_whose_pool_is_closed_is_eager() -> None:
