@@ -5,10 +5,10 @@ watched, each reason to leave a call to eager code or to refuse it, each switch 
 rules are read from the source, function by function, so that a new one is in the list at once;
 `mutations.toml` has the functions, and names the test for each of their rules:
 
-- "conditions": each condition of a function, and each operand of its `and` and `or`, is taken for
-  one that decides nothing. An `if` never happens, an operand is left out, and a comparison that is
-  returned holds;
+- "conditions": each condition of a function decides nothing any more. An `if` never happens, an
+  operand of `and` or `or` is left out, and a comparison that is returned holds;
 - "steps": each statement that only calls something, or adds to something, is left out;
+- "fields": each element of a tuple that a function returns is None;
 - "rows": each value of a dictionary is one that always holds;
 - "switches": each row of the table of switches is left out where calls compare it, where other
   processes repeat it, and where saved files compare it.
@@ -77,7 +77,7 @@ class Mutation:
     """One rule that can be deleted.
 
     Attributes:
-        kind: "conditions", "steps", "rows" or "switches".
+        kind: "conditions", "steps", "fields", "rows" or "switches".
         place: the file and function, or the use of switches.
         rule: the rule's own code, or the switch.
         test: the test that turns red, or the reason why none does; None if the table has neither.
@@ -112,15 +112,15 @@ class Mutation:
         """Delete the rule in this process: give the function other code, or make the table anew."""
         tree = self.edited()
         name = f"graphwright.{self.file.removesuffix('.py').replace('/', '.')}"
-        module = importlib.import_module(name)
+        module, file = importlib.import_module(name), str(SOURCE / self.file)
         use = self.place.partition(": ")[2]
         path = USES[use][1] if self.kind == "switches" else self.place.partition(":")[2]
         node, owner = _definition(tree, path.partition(".")[0]), vars(module)
         if isinstance(node, ast.Assign | ast.AnnAssign):
-            exec(compile(ast.Module([node], []), name, "exec"), owner)  # type: ignore[arg-type]
+            exec(compile(ast.Module([node], []), file, "exec"), owner)  # type: ignore[arg-type]
             return
         # Of functions inside of functions, the outermost one gets other code.
-        code: Any = compile(tree, name, "exec")
+        code: Any = compile(tree, file, "exec")
         for part in path.split("."):
             code = next(c for c in code.co_consts if getattr(c, "co_name", None) == part)
             function = inspect.unwrap(getattr(owner[part], "__func__", owner[part]))
@@ -201,7 +201,7 @@ def _all_conditions(function: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], o
             for index, operand in enumerate(node.values):
                 if not _has_operands(operand):
                     yield operand, put(node, isinstance(node.op, ast.And), "values", index)
-        elif isinstance(node, ast.If | ast.IfExp) and not _has_operands(node.test):
+        elif isinstance(node, ast.If | ast.IfExp) and not _is_either(node.test):
             yield node.test, put(node, False, "test")
         elif isinstance(node, ast.comprehension):
             for index, test in enumerate(node.ifs):
@@ -216,6 +216,11 @@ def _has_operands(test: ast.AST) -> bool:
     if isinstance(test, ast.UnaryOp):
         test = test.operand
     return isinstance(test, ast.BoolOp)
+
+
+def _is_either(test: ast.AST) -> bool:
+    """Whether a condition holds as soon as one of others does, which are rules of their own."""
+    return isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or)
 
 
 def _steps(function: ast.AST) -> Rules:
@@ -238,6 +243,21 @@ def _all_steps(function: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], object
                     yield each, leave_out(body, index)
 
 
+def _fields(function: ast.AST) -> Rules:
+    return _named(_all_fields(function))
+
+
+def _all_fields(function: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], object]]]:
+    def empty(elements: list[Any], index: int) -> Callable[[], object]:
+        return lambda: elements.__setitem__(index, ast.Constant(None))
+
+    for node in _below(function):
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+            for index, each in enumerate(node.value.elts):
+                if not isinstance(each, ast.Constant):
+                    yield each, empty(node.value.elts, index)
+
+
 def _rows(table: Any) -> Rules:
     """The rows of a dictionary of functions, by their keys."""
     rows: ast.Dict = table.value
@@ -249,6 +269,7 @@ def _rows(table: Any) -> Rules:
 _RULES: dict[str, Callable[[Any], Rules]] = {
     "conditions": _conditions,
     "steps": _steps,
+    "fields": _fields,
     "rows": _rows,
 }
 
@@ -448,21 +469,20 @@ def _in_processes(work: Sequence[tuple[str, Mutation | None]], jobs: int) -> lis
 def _write(file: Path, rows: Sequence[dict[str, Any]], same: Sequence[Mutation]) -> None:
     import torch
 
-    from bench.common.record import commit
+    from bench.common import record
     from graphwright.report.environment import environment
 
     result = {
         "schema": "graphwright.mutations",
         "schema_version": 1,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%d"),
+        "commit": record.commit(),
         "environment": environment(torch.device("cpu")),
         "mutants": len(rows),
         "seen": sum(row["outcome"] == "red" for row in rows),
         "without_consequence": {each.name: str(each.test).removeprefix(SAME) for each in same},
         "rows": list(rows),
     }
-    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    record.write(file, result)
     print(f"wrote {file}")
 
 

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphwright as gw
-from graphwright.calls import signature
+from graphwright.calls import holders, signature, switches, watch
 from graphwright.calls.dependencies import DictionarySource, Name, difference, same
 from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
 from graphwright.calls.iterators import _position, _steady, is_opaque_iterator
@@ -108,6 +108,7 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
     "negated": lambda: torch._neg_view(X),
     "conjugated": COMPLEX.conj,
     "zeros": lambda: torch._efficientzerotensor((4, 8)),
+    "functional": lambda: torch._to_functional_tensor(X),
     "freed": freed,
 }
 TRANSFORMS: dict[str, Callable[..., Any]] = {
@@ -215,6 +216,9 @@ CALLS: dict[str, tuple[Any, Any]] = {
 }
 
 
+CALLS |= {name: (((X,), {}), ((make(),), {})) for name, make in UNLIKE.items()}
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CALLS)
 def test_another_call_does_not_fit(name: str, way: str) -> None:
@@ -240,6 +244,9 @@ def test_where_the_order_is_free_names_and_their_number_still_count(way: str) ->
     assert not made.fits((), {"b": Y, "c": X})
     assert not made.fits((), {"b": Y, "a": X, "c": X + 2})
     assert not made.fits((), {"b": Y})
+    assert signature.in_order_of(("a", "b"), {"b": 2, "a": 1}, True) == (1, 2)
+    assert signature.in_order_of(("a", "b"), {"b": 2, "a": 1, "c": 3}, True) is None
+    assert signature.in_order_of(("a", "b"), {"b": 2, "a": 1}, False) is None
 
 
 def test_a_graph_is_not_given_memory_that_overlaps() -> None:
@@ -260,6 +267,14 @@ def test_a_graph_is_not_given_memory_that_overlaps() -> None:
 def test_memory_that_overlaps_is_refused() -> None:
     with pytest.raises(SignatureError, match="share memory"):
         CallSignature.of(*CALLS["overlapping"][1])
+    first, second = CALLS["overlapping"][1][0]
+    assert signature._overlapping([first, second])
+    assert not signature._overlapping([X, Y, torch.zeros(0), torch.zeros(0)])
+    assert not signature._overlapping([first, torch.from_numpy(_MEMORY)])  # They begin alike.
+    assert signature._own_storages([X, Y])
+    assert not signature._own_storages([X, X[1:]])
+    assert not signature._own_storages([first, second])
+    assert not signature._own_storages([X, torch.zeros(0)])
     whole = torch.from_numpy(_MEMORY)
     assert CallSignature.of((whole[:4], whole[2:6]), {}).aliases == ((0, 1, 8),)
 
@@ -302,6 +317,7 @@ ONLOOKERS: dict[str, tuple[Callable[..., Any], bool]] = {
     "vmap": (torch.vmap, True),
     "forward AD": (_forward_ad, True),
     "make_fx": (make_fx, False),
+    "make_fx before dispatch": (lambda f: make_fx(f, pre_dispatch=True), False),
     "a dispatch mode": (_under(Sees()), False),
     "a function mode": (_under(Looks()), False),
     "torch.jit.trace": (lambda f: lambda x: torch.jit.trace(f, x, check_trace=False), False),
@@ -318,7 +334,9 @@ def test_whoever_looks_on_is_seen(name: str) -> None:
         assert not inside_transform()
 
 
-@pytest.mark.parametrize("name", ["forward AD", "make_fx", "a dispatch mode"])
+@pytest.mark.parametrize(
+    "name", ["forward AD", "make_fx", "make_fx before dispatch", "a dispatch mode"]
+)
 def test_no_call_fits_where_someone_looks_on(name: str) -> None:
     made = CallSignature.of((X,), {})
     assert seen_inside(ONLOOKERS[name][0], lambda x: made.fits((X,), {})) == [False]
@@ -527,6 +545,8 @@ def test_keys_count_where_the_values_are_the_same() -> None:
     assert changed({1: "x"}, {True: "x"})
     assert changed({"a": 1, "b": 2}, {"b": 1, "a": 2})
     assert not changed({(1000, "a"): 1}, {(1000, "".join("a")): 1})
+    nan = float("nan")
+    assert not changed({nan: 1}, {nan: 1})
 
 
 def test_what_may_be_replaced_is_so_on_both_sides() -> None:
@@ -563,6 +583,44 @@ def test_an_audit_looks_at_each_nth_check_and_then_until_the_values_are_back(ask
     assert [getattr(watch, ask)() for _ in range(4)] == [True, True, False, False]
     model.weight.data.copy_(before)
     assert getattr(watch, ask)()
+
+
+@pytest.mark.parametrize("of", [watch._geometry, holders._placed])
+def test_where_a_tensor_is_and_how_it_lies_there(of: Callable[[torch.Tensor], Any]) -> None:
+    square = torch.zeros(4, 4)
+    assert of(square) == of(square.detach())
+    for other in (square[:2], square.t(), square[:, 1:], square.view(torch.int32)):
+        assert of(square) != of(other)
+    if of is watch._geometry:
+        assert of(COMPLEX) != of(COMPLEX.conj())
+        assert of(square) != of(torch._neg_view(square))
+    else:
+        assert of(square) != of(square.clone())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_autocast_of_each_device_is_compared_with_its_dtype(device: str) -> None:
+    found = {switches.autocast()}
+    dtype = torch.get_autocast_dtype(device)
+    try:
+        torch.set_autocast_enabled(device, True)
+        for each in (torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype(device, each)
+            found.add(switches.autocast())
+    finally:
+        torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_enabled(device, False)
+    assert len(found) == 3
+
+
+def test_values_that_change_in_place_are_noticed_where_they_count() -> None:
+    model: Any = _linear()
+    with_values, without = (ModuleWatch(model, values=each) for each in (True, False))
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert without.unchanged()
+    assert not with_values.unchanged()
+    assert "changed in place" in str(with_values.changed())
 
 
 class _Other:
@@ -669,7 +727,11 @@ def test_where_an_iterator_stands_is_seen() -> None:
     assert _position(generator) is None
     held: Any = Counted(str, [1])
     held.tensor = X
-    assert _steady(held) == _steady(held)
+    before = _steady(held)
+    held.tensor = Y
+    assert _steady(held) == before
+    held.count = 1
+    assert _steady(held) != before
     assert is_opaque_iterator(held)
     assert not is_opaque_iterator(weakref.proxy(held))
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from chosen import choosing
 from torch import nn
 from torch.autograd import forward_ad
 from torch.optim import SGD, Adam
@@ -23,6 +25,7 @@ from graphwright.errors import CaptureError
 from graphwright.graphs import warmup
 from graphwright.graphs.captured_call import signature_of
 from graphwright.graphs.conditions import as_captured
+from graphwright.graphs.effects import GivenObjects, Unrepeatable
 from graphwright.training.callables.captured_pair import BUSY
 from graphwright.training.step.optimizers import OptimizerMemory, Settings
 from graphwright.training.step.wrappers import is_optimizer
@@ -99,6 +102,33 @@ def test_a_fused_module_goes_to_the_module_itself(monkeypatch: pytest.MonkeyPatc
     assert fused._why_not((X.clone().requires_grad_(),), {}) is not None
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_tuned_module_goes_to_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    with choosing("torchscript:freeze"):
+        tuned = gw.tune(
+            model, (X,), strategies=["torchscript:freeze"], isolate=False, remember=False
+        )
+    with torch.no_grad():
+        tuned(X)
+        with as_captured():
+            tuned(X)
+        assert tuned.calls == {"tuned": 1, "eager: it is captured": 1}
+        with monkeypatch.context() as patch:
+            # What was built holds copies of the weights, of which no other capture knows.
+            patch.setattr("graphwright.artifacts.tuned_module.captured_by_others", lambda: True)
+            patch.setattr(tuned._choice, "may_not_launch", lambda: True)
+            tuned(X)
+        assert tuned.calls == {"tuned": 1, "eager: it is captured": 2}
+        with forward_ad.dual_level():
+            tuned(X)
+        assert tuned.calls["eager: it is traced or transformed"] == 1
+    model[0].train()
+    tuned(X)
+    assert tuned.calls["eager: gradients are wanted"] == 1
+    assert tuned.calls["tuned"] == 1
+
+
 class Adds(nn.Module):
     """Writes to its argument."""
 
@@ -145,11 +175,12 @@ def test_a_call_that_is_refused_for_the_module_has_done_nothing(make: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("args", "training"), [((X.clone().requires_grad_(),), False), ((X,), True)]
+    ("args", "why"),
+    [((X.clone().requires_grad_(),), "requires grad"), ((X,), "Linear is in training mode")],
 )
-def test_a_captured_call_gives_no_gradients(args: Any, training: bool) -> None:
-    model = nn.Linear(8, 8).train(training)
-    with pytest.raises(CaptureError, match="gives no gradients"):
+def test_a_captured_call_gives_no_gradients(args: Any, why: str) -> None:
+    model = nn.Linear(8, 8).train("training" in why)
+    with pytest.raises(CaptureError, match=f"{why}.* gives no gradients"):
         signature_of(args, {}, model)
     with torch.no_grad():
         assert signature_of(args, {}, model)
@@ -163,6 +194,32 @@ def test_writes_to_the_host_and_set_ups_are_refused() -> None:
     warmup._refuse_first_run_setup([storage], [storage])
     with pytest.raises(CaptureError, match="sets something up"):
         warmup._refuse_first_run_setup([storage], [])
+
+
+def test_an_object_that_a_call_makes_another_kind_of_is_refused() -> None:
+    made, steps = defaultdict(list, a=1), Steps()
+    for change in (
+        lambda: setattr(made, "default_factory", None),
+        lambda: setattr(steps, "__class__", Both),
+    ):
+        given = GivenObjects((made, steps))
+        assert given.changes() == ([], [])
+        change()
+        with pytest.raises(Unrepeatable, match="another class"):
+            given.changes()
+
+
+def test_a_call_that_sets_gradients_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(8))
+
+    def trains(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            (x * weight).sum().backward()
+        return x * 2
+
+    with torch.no_grad(), pytest.raises(CaptureError, match="gradients"):
+        gw.capture(trains, X)
+    assert weight.grad is None
 
 
 def test_a_step_whose_pool_is_closed_is_eager() -> None:
@@ -233,9 +290,15 @@ def test_of_a_number_in_a_tensor_what_was_asked_of_it_counts() -> None:
 def test_what_a_scaler_computes_with_counts() -> None:
     optimizer, scaler = _optimizer(lr=0.1), torch.amp.GradScaler("cpu")
     settings = Settings([optimizer], [], [], scaler)
-    assert settings.difference() is None
-    scaler.set_growth_factor(3.0)
-    assert settings.difference() == (scaler, 0, "growth")
+    for change in (
+        lambda: scaler.set_growth_factor(3.0),
+        lambda: scaler.set_backoff_factor(0.25),
+        lambda: scaler.set_growth_interval(3),
+    ):
+        assert settings.difference() is None
+        change()
+        assert settings.difference() == (scaler, 0, "growth")
+        settings = Settings([optimizer], [], [], scaler)
 
 
 def test_each_tensor_of_an_optimizer_s_state_stays_where_it_is() -> None:
@@ -247,9 +310,10 @@ def test_each_tensor_of_an_optimizer_s_state_stays_where_it_is() -> None:
     memory = OptimizerMemory([optimizer], None, used)
     state = optimizer.state[model.weight]
     assert memory.intact()
-    state["more"] = torch.zeros(1)
+    last = optimizer.state[model.bias]
+    last["more"] = torch.zeros(1)
     assert not memory.intact()
-    del state["more"]
+    del last["more"]
     before = state["exp_avg"]
     state["exp_avg"] = before.clone()
     assert not memory.intact()

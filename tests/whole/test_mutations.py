@@ -63,7 +63,7 @@ def test_each_rule_has_a_test_or_a_reason() -> None:
 
 
 def test_the_table_names_no_rule_that_is_gone() -> None:
-    for kind in ("conditions", "steps", "rows"):
+    for kind in ("conditions", "steps", "fields", "rows"):
         for place, tests in TABLE[kind].items():
             assert tests.keys() - {mutate.OTHERS} <= set(mutate.rules_of(kind, place)), place
     known = {(each.place, each.rule) for each in ALL}
@@ -85,7 +85,7 @@ def test_each_named_test_exists() -> None:
         assert name.partition("[")[0] in known[file], each.test
 
 
-@pytest.mark.parametrize("kind", ["conditions", "steps", "rows", "switches"])
+@pytest.mark.parametrize("kind", ["conditions", "steps", "fields", "rows", "switches"])
 def test_an_edit_takes_one_rule_away(kind: str) -> None:
     mutation = next(each for each in ALL if each.kind == kind)
     source = ast.parse((mutate.SOURCE / mutation.file).read_text())
