@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -361,3 +361,84 @@ def test_what_decorators_attach_to_functions_is_no_change(device: torch.device) 
     torch._dynamo.disable(wrapped)
     wrapped.note = "unread"  # type: ignore[attr-defined]  # code may set any
     torch.testing.assert_close(captured(x), x * 2)
+
+
+class Given:
+    """Of the class of an argument, all counts that the call's code or its methods name."""
+
+    by = 2.0
+    made = 0
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+        Given.made += 1
+
+    def scaled(self) -> torch.Tensor:
+        return self.x * SCALE
+
+    @property
+    def twice(self) -> torch.Tensor:
+        return self.x * STORED["by"]
+
+
+class GivenInRow(NamedTuple):
+    x: torch.Tensor
+
+    def scaled(self) -> torch.Tensor:
+        return self.x * SCALE
+
+
+def by_method_of_argument(batch: Any) -> Any:
+    return batch.scaled()
+
+
+def by_property_of_argument(batch: Given) -> Any:
+    return batch.twice
+
+
+def by_class_of_argument(batch: Given) -> Any:
+    return batch.x * batch.by
+
+
+@pytest.mark.parametrize("kind", [Given, GivenInRow])
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        (by_method_of_argument, scale),
+        (by_method_of_argument, None),
+        (by_property_of_argument, stored),
+        (by_class_of_argument, setting(Given, "by", 3.0)),
+    ],
+)
+def test_the_class_of_an_argument_is_watched(
+    kind: Any,
+    function: Callable[..., Any],
+    change: Callable[[pytest.MonkeyPatch], None] | None,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kind is GivenInRow and function is not by_method_of_argument:
+        pytest.skip("it has no such attribute")
+    batch = kind(torch.ones(2, device=device))
+    with torch.no_grad():
+        graphed, captured = gw.graph(function), gw.capture(function, batch)
+        for _ in range(3):
+            before = function(batch)
+            torch.testing.assert_close(graphed(batch), before)
+        torch.testing.assert_close(captured(batch), before)
+        if change is None:
+            monkeypatch.setattr(kind, "scaled", lambda self: self.x * 5)
+        else:
+            change(monkeypatch)
+        assert not torch.equal(function(batch), before)
+        for _ in range(2):
+            torch.testing.assert_close(graphed(batch), function(batch))
+        with pytest.raises(gw.SignatureError):
+            captured(batch)
+
+
+def test_new_arguments_of_a_class_that_counts_its_own_are_no_change(device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    captured = gw.capture(by_method_of_argument, Given(x))
+    for _ in range(3):
+        torch.testing.assert_close(captured(Given(x)), x * SCALE)

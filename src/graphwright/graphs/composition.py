@@ -63,7 +63,7 @@ class Parts:
         self.names: list[str] = []
         self._packed: dict[int, torch.Tensor] = {}
         self._watches: dict[int, Watched] = {}
-        self._held: list[Held] = []
+        self._held: list[Held | ModuleWatch] = []
         self._set_ups = _MAX_SET_UPS
         self._lost: list[tuple[Any, str, str]] = []
 
@@ -88,8 +88,11 @@ class Parts:
             self._watches[id(watch)] = watch
             self.names.append(name)
 
-    def watch(self, held: Held) -> None:
-        """Have the capture's owner look at where the capture found what nobody else watches."""
+    def watch(self, held: Held | ModuleWatch) -> None:
+        """Have the capture's owner look at what nobody else watches.
+
+        That is where the capture found something, or the classes of objects that it was given.
+        """
         self._watches[id(held)] = held
         self._held.append(held)
 
@@ -101,7 +104,7 @@ class Parts:
 
     def covers(self, value: Any) -> bool:
         """Whether the capture's owner looks at where something was found."""
-        return any(held.covers(value) for held in self._held)
+        return any(isinstance(held, Held) and held.covers(value) for held in self._held)
 
     @property
     def watches(self) -> bool:

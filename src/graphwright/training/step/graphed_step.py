@@ -518,7 +518,9 @@ def _optimizers_problem(optimizers: Any) -> str | None:
     listed = _listed(optimizers)
     for each in listed:
         if not any(map(is_initialized, with_wrapped([each]))):
-            return f"optimizer is {shown(each)}, which is not a torch.optim.Optimizer and wraps none"
+            return (
+                f"optimizer is {shown(each)}, which is not a torch.optim.Optimizer and wraps none"
+            )
     return None
 
 
