@@ -298,29 +298,36 @@ def test_frozensets_are_the_same_in_the_same_order(
 
 class Counted:
     made = 0
+    entered = 0
 
     def __init__(self) -> None:
         Counted.made += 1
 
+    def __enter__(self) -> None:
+        Counted.entered += 1
 
-class Makes(nn.Module):
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class Counts(nn.Module):
     total = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Counted()
-        Makes.total += 2
-        return x * 2
+        with Counted():
+            Counts.total += 2
+            return x * 2
 
 
-def test_a_class_may_count(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counted, "made", 0)
-    monkeypatch.setattr(Makes, "total", 0)
-    graphed, x = gw.graph(Makes().eval()), torch.ones(2, device=device)
+def test_classes_may_count(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "entered", 0)
+    monkeypatch.setattr(Counts, "total", 0)
+    graphed, x = gw.graph(Counts().eval()), torch.ones(2, device=device)
     with torch.no_grad():
         for _ in range(5):
             torch.testing.assert_close(graphed(x), x * 2)
     assert graphed.statistics.captures == 1
-    assert (Counted.made, Makes.total) == (5, 10)
+    assert (Counted.entered, Counts.total) == (5, 10)
 
 
 class ByTotal(nn.Module):

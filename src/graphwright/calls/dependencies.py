@@ -994,7 +994,9 @@ class Dependencies:
         """
         own = [base for base in cls.__mro__ if base is not object and not is_library(base)]
         own = [base for base in own if not base.__flags__ & _IMMUTABLE]
-        made = _MAKE_INSTANCES if is_made and not issubclass(cls, nn.Module) else frozenset()
+        # Making an instance may count or register it, which is nothing that a call is about.
+        is_made = is_made and not self._whole and not issubclass(cls, nn.Module)
+        made = _MAKE_INSTANCES if is_made else frozenset()
         members = _members(own, made)
         if type(cls) is not type and not is_library(type(cls)):  # It is read through this one, too.
             meta = [base for base in inspect.getmro(type(cls)) if base not in (type, object)]
