@@ -177,6 +177,10 @@ def by_operator_of_library(x: torch.Tensor) -> Any:
     return scaled(x)
 
 
+def by_operator_of_pytorch(x: torch.Tensor) -> Any:
+    return torch.ops.graphwright_tests.scaled(x)
+
+
 def scale(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(globals(), "SCALE", 3.0)
 
@@ -212,6 +216,7 @@ PLACES: dict[str, tuple[Callable[..., Any], Callable[[pytest.MonkeyPatch], None]
     "object in a frozenset": (by_frozenset, setting(next(iter(fixed)), "value", 3.0)),
     "attribute of a tensor's class": (by_class_of_tensor, setting(OwnTensor, "by", 3.0)),
     "item that a custom operator reads": (by_operator_of_library, stored),
+    "item that an operator of torch.ops reads": (by_operator_of_pytorch, stored),
 }
 
 

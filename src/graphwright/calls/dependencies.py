@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._library.custom_ops import OPDEFS
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
@@ -44,6 +45,7 @@ from .code import (
 )
 from .host_generators import draws
 from .introspection import StandIn
+from .iterators import is_opaque_iterator
 from .signature import SCALARS, describe, without_memory
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -933,6 +935,10 @@ class Dependencies:
         if read is not None:
             for file in read.files:
                 self._namespace(file.__name__, file, read.names)
+            if "ops" in read.names:  # torch.ops.namespace.name, of an operator in Python.
+                for key, definition in list(OPDEFS.items()):
+                    if read.names.issuperset(key.split("::")):
+                        self._values.append((Name("", key), definition, depth, inside))
             if read.computed is not None and code not in self.computed:
                 self.computed[code] = read.computed
                 self.unread.append(read.computed)
@@ -1332,7 +1338,7 @@ def _is_watched_part(value: Any) -> bool:
     plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module, *_BUFFERS)
     if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
         return True
-    if _is_array(value) or draws(value):
+    if _is_array(value) or draws(value) or is_opaque_iterator(value):
         return True
     return _attributes_of(value) is not None and type(value).__module__ != "builtins"
 
