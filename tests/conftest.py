@@ -6,12 +6,13 @@ import gc
 import math
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from graphwright.calls import threads
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Each test has a cache of its own, and would build them anew; tests/calls turns them on.
@@ -19,8 +20,6 @@ os.environ.setdefault("GRAPHWRIGHT_COMPILED_CHECKS", "0")
 # Ray reads this when it is imported: on Linux, too, its own clusters are to use 127.0.0.1 only.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# A worker's talk to the process that started it has a thread, which is none of the program's.
-TALKING = threading.active_count() - 1
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,9 +59,14 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that runs beside other threads is trusted less."""
-    count = threading.active_count
-    monkeypatch.setattr(threading, "active_count", lambda: count() - TALKING)
+    """A module that runs beside other threads is trusted less.
+
+    Threads from before the test count for nothing: a worker's talk to the process that started it
+    has one, and other tests may have left some.
+    """
+    running = threads.running
+    before = running() - 1
+    monkeypatch.setattr(threads, "running", lambda: running() - before)
 
 
 @pytest.fixture(autouse=True)
@@ -99,11 +103,11 @@ def captures_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors this small are faster on one; and no other thread draws random numbers."""
-    monkeypatch.setattr("graphwright.calls.threads.threading.active_count", lambda: 1)
-    threads = torch.get_num_threads()
+    monkeypatch.setattr(threads, "running", lambda: 1)
+    before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

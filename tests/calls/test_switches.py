@@ -278,6 +278,18 @@ def test_the_newer_settings_of_precision_count_beside_the_older(
         set_to("cuda", name, kept)
 
 
+@pytest.mark.parametrize("cudnn", [False, True])
+@pytest.mark.parametrize("products", [False, True])
+def test_both_settings_of_precision_read_the_same(
+    products: bool, cudnn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _flag(MATMUL, "allow_tf32", products)(), _flag(CUDNN, "allow_tf32", cudnn)():
+        before = OF_A_GPU_BUILD()
+        # As once any of PyTorch's newer settings was something else for a while.
+        monkeypatch.setattr(switches._OlderTf32Flags, "answers", False)
+        assert OF_A_GPU_BUILD() == before
+
+
 def test_each_switch_has_a_name() -> None:
     assert len(switches.call_switches()) == len(switches.CALL_NAMES)
     names = [row.name for row in switches.TABLE]

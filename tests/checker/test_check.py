@@ -7,7 +7,6 @@ import inspect
 import itertools
 import json
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
+from graphwright.calls.threads import others_run
 from graphwright.checker import Severity
 from graphwright.checker.rendering import summary, to_json, to_lines
 from graphwright.checker.suggestions import chosen_on_the_gpu, made_once
@@ -339,7 +339,7 @@ def test_an_obstacle_is_found_at_its_line(fn: Fn, device: torch.device) -> None:
     assert "torch/" not in "".join(f.place.file for f in found)
     assert torch.equal(x, kept)
     assert torch.equal(before[0], torch.random.get_rng_state())
-    if threading.active_count() == 1:  # Else nobody can tell who has drawn.
+    if not others_run():  # Else nobody can tell who has drawn.
         assert before[1] == random.getstate()
     if severity.stops:
         stops = [f for f in found if f.severity.stops]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -84,3 +86,45 @@ def test_captures_do_not_begin_eager_dropout_again() -> None:
 
     for mine, want in zip(outputs(True), outputs(False), strict=True):
         assert torch.equal(mine, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("captures_pay")
+@pytest.mark.parametrize("way", ["graph", "graph_step"])
+def test_a_seed_begins_dropout_anew_as_in_eager(way: str) -> None:
+    def outputs(graphed: bool) -> list[torch.Tensor]:
+        model, x = recurrent(), torch.ones(2, 5, 16, device="cuda")
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return run(model, x).detach()
+
+        call: Any = step
+        if graphed:
+            call = gw.graph(step) if way == "graph" else gw.graph_step(step, x)
+        found = []
+        with torch.no_grad():
+            for seed in (1, 1, 2, 1):
+                torch.manual_seed(seed)
+                found += [call(x).clone() for _ in range(3)]
+        if graphed:
+            statistics = call.statistics
+            assert (statistics.hits if way == "graph" else statistics.replays) >= 8
+        return found
+
+    mine, want = outputs(True), outputs(False)
+    assert torch.equal(want[0], want[3])
+    assert not torch.equal(want[0], want[6])
+    for one, other in zip(mine, want, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_call_is_refused_after_a_seed() -> None:
+    model, x = recurrent(), torch.ones(2, 5, 16, device="cuda")
+    with torch.no_grad():
+        captured = gw.capture(lambda x: run(model, x), x)
+        captured(x)
+        torch.manual_seed(0)
+        for _ in range(2):
+            with pytest.raises(gw.SignatureError, match="random numbers were seeded"):
+                captured(x)

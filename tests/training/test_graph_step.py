@@ -21,7 +21,6 @@ from training_steps import (
     cnn_with_batch_norm,
     eagerly,
     fused,
-    lstm,
     mlp,
     mlp_with_adamw,
     mlp_with_dropout,

@@ -454,6 +454,38 @@ def test_under_a_scaler_numbers_are_tensors_too(device: torch.device) -> None:
     assert actual[1].statistics.replays == 20
 
 
+def test_a_first_run_that_fails_after_the_optimizer_leaves_numbers_alone(
+    device: torch.device,
+) -> None:
+    def run(graphed: bool) -> tuple[list[torch.Tensor], Any]:
+        model = net(device)
+        frozen = model.get_submodule("0").requires_grad_(False).bias
+        frozen.grad = torch.ones_like(frozen)
+        optimizer = adamw(model.get_submodule("2"))
+        scheduler = lr_scheduler.OneCycleLR(optimizer, 0.05, 30)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            assert frozen.grad is not None
+            frozen.grad.mul_(0.5)  # Not possible with the first stand-in for it.
+            return loss
+
+        call: Any = gw.graph_step(step, next(rows(device, 1))) if graphed else step
+        seen = []
+        for x in rows(device, STEPS):
+            seen.append(call(x).detach().clone())
+            scheduler.step()
+        return [*seen, *(p.detach() for p in model.parameters()), frozen.grad], call
+
+    (actual, graphed), (expected, _) = run(True), run(False)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+    assert graphed.statistics.captures == 1
+    assert graphed.statistics.replays == STEPS
+
+
 class OnHost(torch.optim.SGD):
     """An optimizer of a user's that reads its numbers as such."""
 

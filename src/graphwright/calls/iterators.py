@@ -139,6 +139,8 @@ class Iterators:
             return look
 
         before = sys.gettrace()
+        # Python 3.12 tells of instructions only if a frame has asked for them beforehand.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(enter)
         try:
             yield

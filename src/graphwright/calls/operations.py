@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 # does cuDNN's dropout between the layers of an RNN with its random state.
 _STATISTICS = ("running_mean", "running_var", "dropout_state")
 _WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
-# Their result is PyTorch's own and stays: the random state of cuDNN's dropout, made at its first use.
+# Their result is PyTorch's own and stays: the random state of cuDNN's dropout.
 _KEPT = ("_cudnn_init_dropout_state",)
 # Arguments that say whether it is training.
 _MODE = ("training", "train")

@@ -129,17 +129,18 @@ def precision(backend: str, operation: str) -> str:
 
 _MATMUL_TF32 = torch._C._get_cublas_allow_tf32
 _CUDNN_TF32 = torch._C._get_cudnn_allow_tf32
+_OPERATIONS = ("matmul", "conv", "rnn")
 
 
-def _tf32() -> tuple[Any, ...]:
-    """The float32 precision of matrix products, and of cuDNN's convolutions and RNNs."""
+def _tf32() -> tuple[bool, ...]:
+    """Whether TF32 is on in matrix products and cuDNN; where RNNs differ, a third time for them."""
     if _OlderTf32Flags.answers:
         try:
             return _MATMUL_TF32(), _CUDNN_TF32()
         except Exception:
             _OlderTf32Flags.answers = False
-    get = torch._C._get_fp32_precision_getter
-    return get("cuda", "matmul"), get("cuda", "conv"), get("cuda", "rnn")
+    products, convolutions, rnns = (precision("cuda", o) == "tf32" for o in _OPERATIONS)
+    return (products, convolutions) + (() if rnns == convolutions else (rnns,))
 
 
 # What torch.set_float32_matmul_precision is said to have set where newer settings disagree.

@@ -63,7 +63,7 @@ class Parts:
         self.names: list[str] = []
         self._packed: dict[int, torch.Tensor] = {}
         self._watches: dict[int, Watched] = {}
-        self._held: list[Held | ModuleWatch] = []
+        self._own: list[Watched] = []
         self._set_ups = _MAX_SET_UPS
         self._lost: list[tuple[Any, str, str]] = []
 
@@ -88,23 +88,20 @@ class Parts:
             self._watches[id(watch)] = watch
             self.names.append(name)
 
-    def watch(self, held: Held | ModuleWatch) -> None:
-        """Have the capture's owner look at what nobody else watches.
-
-        That is where the capture found something, or the classes of objects that it was given.
-        """
-        self._watches[id(held)] = held
-        self._held.append(held)
+    def watch(self, watch: Watched) -> None:
+        """Have the capture's owner look at what the capture depends on and nobody else watches."""
+        self._watches[id(watch)] = watch
+        self._own.append(watch)
 
     def let_go(self) -> None:
-        """Look at these places no more, and keep alive no longer what is there."""
-        for held in self._held:
-            del self._watches[id(held)]
-        self._held = []
+        """Look at these no more, and keep alive no longer what they hold."""
+        for watch in self._own:
+            del self._watches[id(watch)]
+        self._own = []
 
     def covers(self, value: Any) -> bool:
         """Whether the capture's owner looks at where something was found."""
-        return any(isinstance(held, Held) and held.covers(value) for held in self._held)
+        return any(each.covers(value) for each in self._own if isinstance(each, Held))
 
     @property
     def watches(self) -> bool:

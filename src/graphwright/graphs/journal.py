@@ -19,11 +19,19 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
-from ..calls.operations import announced, generator_of, is_kept, reads_values, tensors, written
+from ..calls.operations import (
+    announced,
+    default_generators,
+    generator_of,
+    is_kept,
+    reads_values,
+    tensors,
+    written,
+)
 from ..errors import CaptureError
 from .composition import packed
 from .host_draws import HostDraws
-from .random_state import put_state
+from .random_state import draw_seed, put_state
 from .reads import Reads
 
 # How many of the largest tensors are kept for memory predictions.
@@ -96,6 +104,7 @@ class Journal(OperationMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._seeds: list[torch.Generator] = []  # that gave a seed to state that stays
         # States of random generators, which of them were drawn from, and whether nothing but
         # operations may move them.
         self._positions: dict[int, torch.Tensor] = {}
@@ -127,6 +136,7 @@ class Journal(OperationMode):
         for tensor in tensors(result):
             if is_kept(func):
                 self.read(tensor)
+                self._seeds.append(default_generators(tensor.device)[-1])
             else:
                 self.made(tensor)
         if self.reads_of is not None:
@@ -312,6 +322,8 @@ class Journal(OperationMode):
             storage.copy_(kept)
         for generator, state in self._generators.values():
             put_state(generator, state)
+        for generator in self._seeds:
+            draw_seed(generator)
 
     def exchange(self) -> None:
         """Swap what the run left with what was there before; another exchange swaps back."""

@@ -23,6 +23,7 @@ from ..calls.signature import without_memory
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, current_place
 from .composition import Parts, inside_part
+from .random_state import Seeding
 
 _REMEDY = "Pass it as an argument, or hold it in an attribute of the module."
 # Arguments of operations that are the state of a random generator: PyTorch keeps it in C++.
@@ -42,12 +43,14 @@ class Read:
         operation: the first that took it.
         place: `file:line` of the user's code; None where the module was seen to hold it.
         steady: whether the run before it used the same, or made it.
+        is_state: whether it is the state of a random generator that PyTorch keeps in C++.
     """
 
     value: Any
     operation: str
     place: str | None
     steady: bool = True
+    is_state: bool = False
 
 
 class Reads:
@@ -91,10 +94,11 @@ class Reads:
                     continue
             else:
                 continue
-            if inside_part() or _is_state(func, given, value):
+            if inside_part():
                 continue
             place = None if self._held(value) else current_place()
-            self._found[key] = Read(value, str(func), place)
+            state = _is_state(func, given, value)
+            self._found[key] = Read(value, str(func), place, is_state=state)
             if isinstance(value, torch.Tensor):
                 self._storages.add(value.untyped_storage()._cdata)
 
@@ -167,6 +171,8 @@ def explain(
     Raises:
         CaptureError: something is read from where nobody could see it replaced.
     """
+    if any(each.is_state for each in read):
+        parts.watch(Seeding(device))
     unseen = [each for each in _unseen(read, watch, used) if not parts.covers(each.value)]
     if not unseen:
         return
@@ -206,7 +212,7 @@ def _unseen(read: Sequence[Read], watch: ModuleWatch, used: Container[int]) -> l
             return _identity(value) in scripts
         return id(value) in watch.visits or value.untyped_storage()._cdata in used
 
-    return [each for each in read if not is_seen(each.value)]
+    return [each for each in read if not (each.is_state or is_seen(each.value))]
 
 
 def _is_explained(read: Read, watched: Container[int], device: torch.device) -> bool:

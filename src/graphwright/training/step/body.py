@@ -214,8 +214,7 @@ def _run_once(
     leaves, spec = flatten(args, kwargs)
     undo = PythonState(body.module, body.parameters)
     journal = Journal(copies)
-    discovery = Discovery(body.parameters)
-    failed = True
+    discovery = Discovery(body.parameters, body.optimizers)
     try:
         inputs = StaticInputs(leaves, _allocator(recorder.device))
         args, kwargs = unflatten(inputs.leaves, spec)
@@ -224,17 +223,14 @@ def _run_once(
                 warnings.simplefilter("ignore")  # of gradients with other strides than parameters
                 with undo.refusing_advances():
                     _, ends = body.run(args, kwargs)
-        failed = False
         return ends, journal.external
     except Exception:
         return None, {}  # If the step itself fails, it will fail again.
     finally:
         body.start = before
         journal.undo()
-        known = {id(optimizer) for optimizer in body.optimizers}
         discovery.put_gradients_back()
-        if failed or any(id(optimizer) not in known for optimizer in discovery.optimizers):
-            discovery.put_optimizers_back()
+        discovery.put_optimizers_back()
         undo.restore(python=True)
         recorder.tidy()
         usage.modules += discovery.modules

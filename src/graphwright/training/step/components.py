@@ -128,14 +128,15 @@ class Discovery:
 
     Args:
         known: parameters whose gradients the caller puts back.
+        optimizers: those whose states and options it puts back.
 
     Attributes:
         modules: in the order of their first calls.
         optimizers: in the order of their first steps.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        self._known = {id(parameter) for parameter in known}
+    def __init__(self, known: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]) -> None:
+        self._known = {id(each) for each in (*known, *optimizers)}
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self._kept = OptimizersKept(())
@@ -160,7 +161,7 @@ class Discovery:
             parameter.grad = grad
 
     def put_optimizers_back(self) -> None:
-        """Put back the states and options of the optimizers."""
+        """Put back the states and options of the optimizers that were not known."""
         self._kept.put_back()
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -174,7 +175,8 @@ class Discovery:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
-            self._kept.add(optimizer)
+            if id(optimizer) not in self._known:
+                self._kept.add(optimizer)
 
 
 class OptimizersKept:

@@ -391,7 +391,7 @@ def _rewrites_kernel(name: str) -> Callable[[Callable[..., None]], Callable[...,
             scale, overflows = kwargs.pop("grad_scale", None), kwargs.pop("found_inf", None)
             # All that a kernel writes to, which is nothing if gradients overflow.
             written = [tensor for tensors in args for tensor in tensors]
-            before = [] if overflows is None else torch._foreach_clone(written)
+            before = [] if overflows is None else [tensor.clone() for tensor in written]
             if scale is not None:
                 _times(args[1], scale.double().reciprocal())
             instead(*args, **kwargs)
