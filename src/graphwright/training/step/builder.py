@@ -191,18 +191,14 @@ class StepBuilder:
                 usage = observe_usage(body, args, kwargs, recorder, copies)
                 if self._learn(usage, body):
                     continue
-                set_up = [(g, dict(g)) for o in body.optimizers for g in o.param_groups]
                 # The state that a first step makes stays, and lies among its freed activations.
                 recorder.resettle(optimizers.made_since())
-                graph = self._record(body, args, kwargs, pool, warmup, usage, copies, grads)
+                return self._record(body, args, kwargs, pool, warmup, usage, copies, grads)
             except BaseException:
                 schedulers.put_back()
                 raise
             finally:
                 optimizers.put_back()
-            for group, options in set_up:  # Later runs found what the first one has set.
-                group.update(options)
-            return graph
         raise CaptureError(
             "The step uses other modules or optimizers every time.",
             remedy="Make them once, outside of the step.",

@@ -404,18 +404,18 @@ class GraphedStep(RunsStep):
             changed: options that are others than in the graph that was used last.
         """
         options = self._builder.options()
-        is_change = followed = False
+        followed = False
         if options != self._options:
             self._options, self._steady = options, 0
-            is_change = bool(changed)
-            followed = is_change and self._builder.follow(changed)
+            if changed:
+                followed = self._builder.follow(changed)
+                self._changes += not followed
         else:
             self._steady += 1
         for graph in list(self._graphs):
             if graph.state is not GraphState.READY or graph.is_stale():
                 self._drop(graph)
-        dropped = self._drop_others(keep=0 if followed else _MAX_KEPT)
-        self._changes += (is_change or dropped) and not followed
+        self._drop_others(keep=0 if followed else _MAX_KEPT)
 
     def _drop_others(self, keep: int) -> bool:
         """Close graphs with other options than at present but those used last; whether any was.
