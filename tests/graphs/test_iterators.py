@@ -129,6 +129,10 @@ USES: list[Callable[[Any], Any]] = [
 ]
 
 
+class OfClass:
+    it: Any = None
+
+
 class Places(nn.Module):
     """Takes its iterator out of one of several places."""
 
@@ -139,6 +143,7 @@ class Places(nn.Module):
         self.several = [[it]] if place == 1 else [[None]]
         self.named = {"it": it if place == 2 else None}
         self.taken = (lambda: it) if place == 3 else None
+        OfClass.it = it if place == 4 else None
         self.place, self.use = place, use
 
     def item(self) -> Any:
@@ -148,6 +153,8 @@ class Places(nn.Module):
             return self.use(self.several[0][0])
         if self.place == 2:
             return self.use(self.named["it"])
+        if self.place == 4:
+            return self.use(OfClass.it)
         assert self.taken is not None
         return self.use(self.taken())
 
@@ -263,7 +270,7 @@ def wrong_in(
     return found
 
 
-PLACES = range(4)
+PLACES = range(5)
 SOME = [
     *(
         (kind, place, use, "graph")

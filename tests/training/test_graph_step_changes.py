@@ -720,6 +720,30 @@ def a_list_among_the_options_changes(device: torch.device, graphed: Graphed) -> 
     return weights(model)
 
 
+class Scaled(torch.optim.SGD):
+    """Scales gradients by an option that a group may have."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns nothing
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(group.get("gain", 1.0))
+        super().step()
+
+
+@scenario
+def an_option_comes_and_goes(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(8):
+        if i == 3:
+            optimizer.param_groups[0]["gain"] = 2.0
+        if i == 6:
+            del optimizer.param_groups[0]["gain"]
+        step(rows(device, i))
+    return weights(model)
+
+
 @scenario
 def gradients_are_kept_by_others(device: torch.device, graphed: Graphed) -> list[Any]:
     model = net(device)
@@ -853,6 +877,24 @@ def test_state_that_a_step_makes_itself_is_refused(device: torch.device) -> None
         gw.graph_step(step, rows(device, 0))
     assert not momenta
     assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.filterwarnings("ignore:A step runs eagerly.*sets the learning rate:RuntimeWarning")
+def test_a_step_that_sets_another_rate_each_time_leaves_it_set(device: torch.device) -> None:
+    model, rate = net(device), [0.1]
+    optimizer = sgd(model)
+    inner = plain(model, optimizer)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["lr"] = rate[0]
+        return inner(x)
+
+    graphed = gw.graph_step(step, rows(device, 0))
+    for i in range(40):
+        rate[0] = 0.1 / (i + 1)
+        graphed(rows(device, i))
+        assert optimizer.param_groups[0]["lr"] == rate[0]
+    assert graphed.statistics.captures < 20
 
 
 def test_options_that_a_step_sets_are_refused(device: torch.device) -> None:

@@ -42,7 +42,7 @@ MACHINERY = frozenset(
     )
 )
 # Packages of PyTorch's with objects that a call reads: hooks that make weights.
-_READ_OF_PYTORCH = ("torch.nn.", "torch.ao.nn.")
+_READ_OF_PYTORCH = ("torch.nn.", "torch.ao.nn.", "torch._library.custom_ops")
 # Code that names one of these may read attributes that it does not name.
 _DYNAMIC = frozenset(
     ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
@@ -103,7 +103,7 @@ def closure(
     while True:
         for base in own:
             for key, value in list(vars(base).items()):
-                if (key in found or _is_operator(key)) and id(value) not in read:
+                if (key in found or is_operator(key)) and id(value) not in read:
                     read[id(value)] = value
                     waiting.append(function_of(value))
         if not waiting:
@@ -157,7 +157,7 @@ def _is_user_callable(value: Any) -> bool:
     return not is_machinery(value) and type(value).__module__ != "builtins"
 
 
-def _is_operator(key: Any) -> bool:
+def is_operator(key: Any) -> bool:
     """Whether a method can run without being named: `__getitem__`, `__add__`."""
     return (
         isinstance(key, str)

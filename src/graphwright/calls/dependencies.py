@@ -13,17 +13,19 @@ import contextlib
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import re
 import sys
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._library.custom_ops import OPDEFS
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
@@ -35,6 +37,7 @@ from .code import (
     global_names,
     is_library,
     is_machinery,
+    is_operator,
     names_of,
     package_of,
     read_by,
@@ -42,6 +45,7 @@ from .code import (
 )
 from .host_generators import draws
 from .introspection import StandIn
+from .iterators import is_opaque_iterator
 from .signature import SCALARS, describe, without_memory
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -63,9 +67,9 @@ _IGNORED = {
     "_jit_override_qualname",
     "_graphwright_stands_for",
 } - {"training"}
-# So begin the names of what PyTorch's compiler attaches to tensors: what it may assume of them.
-# Nothing that was built before depends on it.
-_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
+# So begin the names of what PyTorch's compiler attaches to tensors and functions: what it may
+# assume of them. Nothing that was built before depends on it.
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_torchdynamo_")
 _OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in _HOLDERS)
 _MAX_DEPTH = 50
 # How many objects and containers are looked into, those near the root first.
@@ -86,11 +90,9 @@ _WITHOUT_STATE = (
     types.GetSetDescriptorType,
     types.WrapperDescriptorType,
     weakref.ref,
-    enum.Enum,
     range,
     slice,
     re.Pattern,
-    frozenset,
     type(Ellipsis),
     type(NotImplemented),
 )
@@ -130,7 +132,7 @@ _OF_OPTIMIZERS = frozenset(
 _ENTRIES = ("forward", "__call__", "__getattr__")
 # Methods of an autograd.Function that run without being named.
 _OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"))
-_MAKE_INSTANCES = frozenset(("__init__", "__new__"))
+_MAKE_INSTANCES = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
 # CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
 _IMMUTABLE = 1 << 8
 
@@ -510,6 +512,7 @@ class Dependencies:
         whole: bool = False,
         hooks: bool = True,
         hidden: Mapping[int, frozenset[Any]] | None = None,
+        given: Sequence[type] = (),
     ) -> None:
         """Walk from a root to everything that its call can reach.
 
@@ -520,6 +523,7 @@ class Dependencies:
                 attributes that no code names, long lists.
             hooks: also look at what hooks reach; not needed where they run at every call.
             hidden: attributes and items to leave out, by the identity of their owners.
+            given: classes of the call's arguments; then only these are looked into.
         """
         self._hidden = {} if hidden is None else hidden
         while isinstance(root, StandIn):
@@ -564,6 +568,13 @@ class Dependencies:
         self._read_code()
         if whole:
             self._names = self._names_of_optimizers = None
+        if given:
+            self._modules.clear()
+            self._values.clear()
+            for cls in given:
+                self._named_of_class(cls, self._names, is_made=False)
+            self._walk()
+            return
         self._walk()
         for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
             self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
@@ -741,12 +752,16 @@ class Dependencies:
         if isinstance(value, nn.Module):
             self._modules.append((f"{name.text}{name.after}", value))
             return
+        if isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            value = vars(value)["data"]
         if isinstance(value, types.ModuleType):
             self._namespace(name.text, value, self._names)
         elif isinstance(value, type):
-            self._named_of_class(value, self._names or frozenset())
+            self._named_of_class(value, frozenset() if self._whole else self._names)
         with_attributes = isinstance(value, SCALARS) and _has_attributes(value)
         if isinstance(value, _WITHOUT_STATE) and not with_attributes:
+            return
+        if isinstance(value, enum.Enum) and is_library(type(value)):
             return
         if not self._visited(value):
             return
@@ -769,9 +784,9 @@ class Dependencies:
         elif isinstance(value, functools.partial):
             self._add(PartsSource(name, value, ("func", "args", "keywords")), depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple | frozenset):
             # Its items cannot be replaced, but what these hold can.
-            for key, each in enumerate(value[: 10 * _MAX_ITEMS]):
+            for key, each in enumerate(itertools.islice(value, 10 * _MAX_ITEMS)):
                 if type(each) not in _BARE:
                     self._values.append((name.item(key), each, depth + 1, inside))
             self._container_attributes(name, value, depth, inside)
@@ -787,6 +802,8 @@ class Dependencies:
         elif isinstance(value, dict | types.MappingProxyType):
             source = DictionarySource(name, value, self._hidden_of(value))
             self._add(source, depth, inside=inside)
+            if isinstance(value, defaultdict):
+                self._add(PartsSource(name, value, ("default_factory",)), depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
         elif isinstance(value, _BUFFERS) or _is_array(value):
             self._content(name, value)
@@ -811,9 +828,12 @@ class Dependencies:
 
     def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
         wraps = hasattr(type(value), "__tensor_flatten__")
+        own = type(value) not in PLAIN and not is_library(type(value))
+        if own:
+            self._class(type(value), None)
         if _without_marks(value):
-            # Of a wrapper, its own methods name them.
-            names = None if wraps else self._names
+            # Of a wrapper and of a user's class, their own methods name them.
+            names = None if wraps or own else self._names
             source = AttributesSource(name, value, names, self._hidden_of(value))
             self._add(source, 1, inside=inside)
         if type(value) in PLAIN or (without_memory(value) is None and not wraps):
@@ -885,6 +905,11 @@ class Dependencies:
         parts = PartsSource(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
         self._add(parts, depth, inside=inside)
         read = None if is_library(function) else read_by(function)
+        if read is not None and function.__dict__:
+            hidden = self._hidden_of(function)
+            attributes = AttributesSource(name, function, self._names, hidden)
+            if attributes.held:
+                self._add(attributes, depth, inside=inside)
         if function.__closure__:
             cells = ClosureSource(name, function)
             self._add(cells, depth, inside=inside)
@@ -910,6 +935,10 @@ class Dependencies:
         if read is not None:
             for file in read.files:
                 self._namespace(file.__name__, file, read.names)
+            if "ops" in read.names:  # torch.ops.namespace.name, of an operator in Python.
+                for key, definition in list(OPDEFS.items()):
+                    if read.names.issuperset(key.split("::")):
+                        self._values.append((Name("", key), definition, depth, inside))
             if read.computed is not None and code not in self.computed:
                 self.computed[code] = read.computed
                 self.unread.append(read.computed)
@@ -959,28 +988,39 @@ class Dependencies:
             self._seen_globals |= {(id(value), key) for key in keys}
             self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
 
-    def _named_of_class(self, cls: type, names: frozenset[str] | None) -> None:
+    def _named_of_class(
+        self, cls: type, names: frozenset[str] | None, *, is_made: bool = True
+    ) -> None:
         """Look into what code names of a class that is a user's, and what its methods name of it.
 
         Args:
             cls: the class.
             names: that the code names; None for all.
+            is_made: whether the code may make instances of it.
         """
         own = [base for base in cls.__mro__ if base is not object and not is_library(base)]
         own = [base for base in own if not base.__flags__ & _IMMUTABLE]
-        members = {key: value for base in reversed(own) for key, value in vars(base).items()}
-        wanted = {key for key in members if names is None or key in names} - _MAKE_INSTANCES
+        # Making an instance may count or register it, which is nothing that a call is about.
+        is_made = is_made and not self._whole and not issubclass(cls, nn.Module)
+        made = _MAKE_INSTANCES if is_made else frozenset()
+        members = _members(own, made)
+        if type(cls) is not type and not is_library(type(cls)):  # It is read through this one, too.
+            meta = [base for base in inspect.getmro(type(cls)) if base not in (type, object)]
+            members = _members(meta, frozenset()) | members
+            own += meta
+        wanted = {k for k in members if names is None or k in names or k in made or is_operator(k)}
         if issubclass(cls, torch.autograd.Function):
             wanted |= members.keys() & _OF_FUNCTIONS
         waiting = list(wanted)
         while waiting:
             function = function_of(members[waiting.pop()])
             if function is not None:
-                more = (members.keys() & names_of(function.__code__)) - wanted - _MAKE_INSTANCES
+                more = (members.keys() & names_of(function.__code__)) - wanted
                 wanted |= more
                 waiting += more
         for base in own:
-            self._part_of_class(base, [key for key in vars(base) if key in wanted])
+            keys = wanted - self._hidden_of(base)
+            self._part_of_class(base, [key for key in vars(base) if key in keys])
 
     def _class(self, cls: type, entry: str | None) -> None:
         """Look into what calls of its instances use of a class and its bases.
@@ -1001,6 +1041,7 @@ class Dependencies:
                 keys = [] if is_library(base) else list(vars(base))
             else:
                 keys = [key for key in vars(base) if key in self._reachable]
+            keys = [key for key in keys if key not in self._hidden_of(base)]
             self._part_of_class(base, keys)
             if base is not cls:
                 inherited |= dict.fromkeys(keys)
@@ -1082,6 +1123,16 @@ class ViewSource(HolderSource):
         pass
 
 
+def _members(classes: Iterable[type], made: frozenset[str]) -> dict[str, Any]:
+    """What classes define, the first ones first; methods that make instances only if given."""
+    found: dict[str, Any] = {}
+    for each in classes:
+        for key, value in vars(each).items():
+            if key in made or key not in _MAKE_INSTANCES:
+                found.setdefault(key, value)
+    return found
+
+
 def _is_data(value: Any) -> bool:
     """Whether a value is plain, a tensor or a container, and no code."""
     return isinstance(value, (*SCALARS, torch.Tensor, list, dict, tuple, set))
@@ -1098,8 +1149,8 @@ def same(new: Any, old: Any) -> bool | None:
         if alike and type(new) not in _BARE and _has_attributes(new):
             return None if not isinstance(new, enum.Enum) else False
         return alike
-    if isinstance(new, frozenset):  # 1, 1.0 and True are equal.
-        return _equal(new, old) and {(type(v), v) for v in new} == {(type(v), v) for v in old}
+    if isinstance(new, frozenset):  # Code can see the order.
+        new, old = tuple(new), tuple(old)
     if isinstance(new, slice):
         return same((new.start, new.stop, new.step), (old.start, old.stop, old.step))
     if isinstance(new, _COMPARABLE):
@@ -1254,9 +1305,9 @@ def _has_objects(value: Any) -> bool:
 
 
 def _without_marks(owner: Any) -> dict[str, Any]:
-    """A copy of an object's own attributes, without what a compiler has noted on a tensor."""
+    """A copy of an object's own attributes, without a compiler's notes on a tensor or function."""
     attributes = dict(_attributes_of(owner) or ())
-    if not isinstance(owner, torch.Tensor):
+    if not isinstance(owner, torch.Tensor | types.FunctionType):
         return attributes
     return {key: value for key, value in attributes.items() if not str(key).startswith(_MARKS)}
 
@@ -1287,7 +1338,7 @@ def _is_watched_part(value: Any) -> bool:
     plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module, *_BUFFERS)
     if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
         return True
-    if _is_array(value) or draws(value):
+    if _is_array(value) or draws(value) or is_opaque_iterator(value):
         return True
     return _attributes_of(value) is not None and type(value).__module__ != "builtins"
 

@@ -26,16 +26,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from ..errors import CaptureError, warn_once
+from .host_generators import Reached
 from .signature import SCALARS
 from .threads import others_run
-
-if TYPE_CHECKING:
-    from .dependencies import Dependencies
 
 # What takes the items of an iterator that it is given.
 _CONSUMERS = frozenset(
@@ -82,7 +80,7 @@ class Iterators:
         found: what the call can reach.
     """
 
-    def __init__(self, found: Dependencies) -> None:
+    def __init__(self, found: Reached) -> None:
         # While other threads run, nobody can tell who advances them.
         self._alone = not others_run()
         held = list(filter(is_opaque_iterator, found.objects))

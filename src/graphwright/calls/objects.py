@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import SignatureError
+from .code import is_library
 
 # Leaves that need no look: everything else may be an object.
 PLAIN_TYPES = frozenset(
@@ -396,6 +397,23 @@ def build(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
 def has_nodes(spec: pytree.TreeSpec) -> bool:
     """Whether a tree has nodes in the place of objects."""
     return spec.type in NODES or any(map(has_nodes, spec.children()))
+
+
+def classes_in(spec: pytree.TreeSpec) -> list[type]:
+    """The classes of users' objects in a tree that was taken apart: a call runs their methods."""
+    found: dict[type, None] = {}
+    waiting = [spec]
+    while waiting:
+        each = waiting.pop()
+        context = each.context
+        if each.type is ObjectNode:
+            found[context.cls] = None
+        elif each.type is Constant:
+            found[context[0]] = None
+        elif isinstance(context, type):  # A named tuple's.
+            found[context] = None
+        waiting += each.children()
+    return [cls for cls in found if not is_library(cls)]
 
 
 def _register(cls: type[_Node]) -> None:

@@ -76,7 +76,9 @@ class Place:
 
     def put(self, value: Any) -> None:
         """Let it hold a value, or nothing if that is `MISSING`."""
-        if value is not MISSING:
+        if isinstance(self.owner, type):  # Whatever its metaclass makes of setting an attribute.
+            type.__setattr__(self.owner, self.key, value)
+        elif value is not MISSING:
             self._holder[self.key] = value
         elif self.key in self._holder:
             del self._holder[self.key]

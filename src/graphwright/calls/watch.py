@@ -119,6 +119,7 @@ class ModuleWatch:
         found: Dependencies | None = None,
         checks: Checks = "full",
         hidden: Mapping[int, frozenset[Any]] | None = None,
+        given: Sequence[type] = (),
     ) -> None:
         """Begin to watch.
 
@@ -132,13 +133,14 @@ class ModuleWatch:
             found: what the module depends on, if that is known.
             checks: with any but "full", nothing is looked at and nothing has ever changed.
             hidden: attributes and items that are not watched, by the identity of their owners.
+            given: classes of a call's arguments; then only these are watched.
         """
         self.values = values
         if values:
             _have_fused_steps_counted()
         self._module = module
         self._walk = functools.partial(
-            Dependencies, module, training=training, hooks=hooks, hidden=hidden
+            Dependencies, module, training=training, hooks=hooks, hidden=hidden, given=given
         )
         self._training = training
         self._owners = () if hidden is None else tuple(hidden)

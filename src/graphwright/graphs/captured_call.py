@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..calls.binding import sees_order
 from ..calls.modes import OperationMode, compilers_off, opaque
 from ..calls.modules import FunctionModule, first_in_training
-from ..calls.objects import giving, has_objects
+from ..calls.objects import classes_in, giving, has_objects
 from ..calls.operations import default_generators
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.places import Place, carried_by, hidden
@@ -867,6 +867,8 @@ class CapturedCall(Graph):
             self._set_recording(recording, before, prediction.nbytes)
         self._watch = self._new_watch()
         self._explain_reads(self._watch)
+        if classes := classes_in(self._spec):
+            self.parts.watch(ModuleWatch(self._module, values=False, given=classes))
         if self.parts.watches or self._results is None:  # A new path may run others.
             self._watch.join(self.parts)
         if self._results is None:

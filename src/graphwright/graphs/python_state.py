@@ -16,6 +16,7 @@ from torch import nn
 
 from ..calls.dependencies import (
     AttributesSource,
+    ClassPartsSource,
     Dependencies,
     DictionarySource,
     HolderSource,
@@ -311,7 +312,7 @@ def _labelled(sources: Iterable[Source]) -> Iterator[tuple[tuple[Any, ...], Sour
 
 
 def _is_attribute(source: Source) -> bool:
-    return type(source) is AttributesSource
+    return type(source) in (AttributesSource, ClassPartsSource)
 
 
 def _place(
@@ -329,10 +330,12 @@ def _place(
         new: what that run left in it.
         read: storages that the run has used from outside, by identity.
     """
-    if type(source) not in (AttributesSource, DictionarySource):
+    if type(source) not in (AttributesSource, ClassPartsSource, DictionarySource):
         return None
     if type(old) is int and type(new) is int:
         return Place(name, source.owner, key, _is_attribute(source), counts=True)
+    if type(source) is ClassPartsSource:
+        return None
     kind = kind_of(new)
     if kind is None or MISSING in (old, new) or kind_of(old) != kind:
         return None

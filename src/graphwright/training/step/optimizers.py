@@ -221,7 +221,7 @@ class Settings:
         ]
         self._scaler = scaler
         self._factors = _factors(scaler)
-        self._held: list[tuple[Optimizer, int, list[tuple[str, Any]]]] = []
+        self._held: list[tuple[Optimizer, int, frozenset[str], list[tuple[str, Any]]]] = []
         for optimizer, index, group in _groups_once(optimizers):
             held = []
             for key, value in group.items():
@@ -230,7 +230,7 @@ class Settings:
                     # Lists are the optimizer's own: they may be changed in place.
                     own = copy.copy(value) if isinstance(value, list | dict) else value
                     held.append((key, own))
-            self._held.append((optimizer, index, held))
+            self._held.append((optimizer, index, frozenset(group), held))
 
     def difference(self) -> tuple[Any, int, str] | None:
         """An option that has changed: its owner, the index of its group, and its name; or None."""
@@ -242,8 +242,11 @@ class Settings:
             if [list(map(id, group["params"])) for group in optimizer.param_groups] != groups:
                 yield optimizer, 0, "params"
                 return
-        for optimizer, index, held in self._held:
+        for optimizer, index, keys, held in self._held:
             group = optimizer.param_groups[index]
+            if not keys.issuperset(group):  # The step of a user's optimizer may ask for others.
+                for key in group.keys() - keys - NO_OPTIONS:
+                    yield optimizer, index, key
             for key, value in held:
                 now = group.get(key)
                 if now is not value and (type(now) is not type(value) or now != value):
