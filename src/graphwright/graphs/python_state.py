@@ -61,9 +61,12 @@ class PythonState:
         self._module = module
         self._hooks = hooks
         self._trains = trained is not None
-        trainable = module.parameters() if trained is None else trained
-        self._grads = [(p, grad_of(p)) for p in trainable]
         self._kept = _Snapshot(module)
+        trainable = trained
+        if trained is None:  # Also what a function closes over, and what objects hold.
+            reached = [t for _, t in self._kept.found.tensors if t.is_leaf]
+            trainable = list({id(t): t for t in (*module.parameters(), *reached)}.values())
+        self._grads = [(p, grad_of(p)) for p in trainable or ()]
         # As they are before the first run: of the process, and what the call can reach.
         self._generators = HostGenerators(self._kept.found)
         self._iterators = Iterators(self._kept.found)
