@@ -207,6 +207,8 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "order of a dictionary": ((({"a": X, "b": Y},), {}), (({"b": X, "a": Y},), {})),
     "type of a number": (((X, 1), {}), ((X, 1.0), {})),
     "a bool": (((X, 1), {}), ((X, True), {})),
+    "class of a float": (((X, 1.0), {}), ((X, numpy.float64(1.0)), {})),
+    "class of a complex": (((X, 1j), {}), ((X, numpy.complex128(1j)), {})),
     "bits of a float": (((X, 0.0), {}), ((X, -0.0), {})),
     "bits of a complex": (((X, 0j), {}), ((X, -0j), {})),
     "text": (((X, "a"), {}), ((X, "b"), {})),
@@ -541,6 +543,7 @@ def test_keys_count_where_the_values_are_the_same() -> None:
     def changed(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
         return difference(DictionarySource(Name("", "it"), old), new)[0] is not None
 
+    assert changed({"a": 1}, {"a": 2})
     assert changed({"a": 1}, {"b": 1})
     assert changed({1: "x"}, {True: "x"})
     assert changed({"a": 1, "b": 2}, {"b": 1, "a": 2})

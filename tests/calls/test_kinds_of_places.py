@@ -280,31 +280,31 @@ def _autograd_function() -> Place:
         """A function whose methods nobody names."""
 
         @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
+        def backward(ctx: Any, x: Any) -> Any:
             return x * 2
 
     call = function("def made(x): return Twice.apply(x)", Twice=Twice)
-    return FunctionModule(call), lambda: setattr(Twice, "forward", staticmethod(lambda c, x: x))
+    return FunctionModule(call), lambda: setattr(Twice, "backward", staticmethod(lambda c, x: x))
 
 
 def _method_that_a_method_names() -> Place:
     class Tools:
         """Functions that name one another, three deep."""
 
-        @staticmethod
-        def first(x: Any) -> Any:
-            return Tools.second(x)
+        @classmethod
+        def first(cls, x: Any) -> Any:
+            return cls.second(x)
 
-        @staticmethod
-        def second(x: Any) -> Any:
-            return Tools.third(x)
+        @classmethod
+        def second(cls, x: Any) -> Any:
+            return cls.third(x)
 
-        @staticmethod
-        def third(x: Any) -> Any:
+        @classmethod
+        def third(cls, x: Any) -> Any:
             return x
 
     call = function("def made(x): return Tools.first(x)", Tools=Tools)
-    return FunctionModule(call), lambda: setattr(Tools, "third", staticmethod(lambda x: -x))
+    return FunctionModule(call), lambda: setattr(Tools, "third", classmethod(lambda cls, x: -x))
 
 
 def _global_of_a_method() -> Place:
@@ -420,25 +420,17 @@ def _function_as_a_child() -> Place:
     return nn.Sequential(FunctionModule(lambda x: x * scale[0])), lambda: scale.append(2)
 
 
-_INNER: list[torch.Tensor] = []
-
-
 class Wrapper(torch.Tensor):
-    """A tensor around another one."""
-
-    @property
-    def inner(self) -> torch.Tensor:
-        """The other one, which is no attribute of its own."""
-        return _INNER[0]
+    """A tensor around another one, which it holds where Python has no attribute."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
         made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        _INNER[:] = [inner]
+        made.grad = inner
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+        return ["grad"], None
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -501,38 +493,6 @@ def _class_that_dynamic_code_closes_over() -> Place:
         return x * Settings.SCALE
 
     return FunctionModule(call), lambda: setattr(Settings, "SCALE", 2)
-
-
-def _autograd_function_of_dynamic_code() -> Place:
-    class Twice(torch.autograd.Function):
-        """A function whose methods nobody names."""
-
-        @staticmethod
-        def backward(ctx: Any, x: Any) -> Any:
-            return x * 2
-
-    call = function(DYNAMIC + "Twice.apply(x)", Twice=Twice)
-    return FunctionModule(call), lambda: setattr(Twice, "backward", staticmethod(lambda c, x: x))
-
-
-def _method_that_a_method_of_dynamic_code_names() -> Place:
-    class Tools:
-        """Functions that name one another, three deep."""
-
-        @classmethod
-        def first(cls, x: Any) -> Any:
-            return cls.second(x)
-
-        @classmethod
-        def second(cls, x: Any) -> Any:
-            return cls.third(x)
-
-        @classmethod
-        def third(cls, x: Any) -> Any:
-            return x
-
-    call = function(DYNAMIC + "Tools.first(x)", Tools=Tools)
-    return FunctionModule(call), lambda: setattr(Tools, "third", classmethod(lambda cls, x: -x))
 
 
 PLACES: dict[str, Callable[[], Place]] = {
@@ -598,8 +558,6 @@ PLACES: dict[str, Callable[[], Place]] = {
     "file that a function imports": _file_that_a_function_imports,
     "class that dynamic code names": _class_that_dynamic_code_names,
     "class that dynamic code closes over": _class_that_dynamic_code_closes_over,
-    "autograd function of dynamic code": _autograd_function_of_dynamic_code,
-    "method that a method of dynamic code names": _method_that_a_method_of_dynamic_code_names,
 }
 
 
