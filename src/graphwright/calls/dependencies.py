@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import enum
 import functools
 import inspect
@@ -109,7 +110,8 @@ _COMPARABLE = (
 # Values of just these types have no attributes.
 _BARE = frozenset(SCALARS)
 # What holds bytes, beside NumPy's arrays.
-_BUFFERS = (bytearray, array.array, memoryview)
+_OF_CTYPES = ctypes.c_int.__mro__[-2]
+_BUFFERS = (bytearray, array.array, memoryview, _OF_CTYPES)
 # Attributes of modules that count even if no code names them: a library's functions, which are
 # given the module, may read them.
 _ALWAYS = (
@@ -133,8 +135,18 @@ _ENTRIES = ("forward", "__call__", "__getattr__")
 # Methods of an autograd.Function that run without being named.
 _OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"))
 _MAKE_INSTANCES = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
-# CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
-_IMMUTABLE = 1 << 8
+# CPython's flags of classes whose attributes cannot be set, and of those that are made at run time.
+_IMMUTABLE, _HEAPTYPE = 1 << 8, 1 << 9
+# Classes in C that hold nothing beside attributes, which are watched.
+_WITHOUT_MEMBERS = (object, types.SimpleNamespace)
+# What classes in C hold in members of their own, by name.
+_MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    ((staticmethod, classmethod), ("__func__",)),
+    (property, ("fget", "fset", "fdel")),
+    (types.CellType, ("cell_contents",)),
+)
+# Members of exceptions that each raise writes to.
+_OF_A_RAISE = frozenset(("__traceback__", "__context__", "__suppress_context__", "__dict__"))
 
 
 class RunsStep:
@@ -283,6 +295,8 @@ class ContentSource(Source):
         if isinstance(owner, bytearray):
             return {"its content": bytes(owner)}
         kind: tuple[Any, ...] = ()
+        if isinstance(owner, _OF_CTYPES):
+            owner = memoryview(owner)  # type: ignore[arg-type]  # its classes give a buffer
         if isinstance(owner, memoryview):
             kind = (owner.shape, owner.format)
         elif not isinstance(owner, array.array):
@@ -297,7 +311,9 @@ class ContentSource(Source):
             owner[:] = held
             return
         content, _ = held
-        if isinstance(owner, array.array):
+        if isinstance(owner, _OF_CTYPES):
+            ctypes.memmove(ctypes.addressof(owner), content, len(content))  # type: ignore[arg-type]
+        elif isinstance(owner, array.array):
             del owner[:]
             owner.frombytes(content)
         elif isinstance(owner, memoryview) and owner.contiguous:
@@ -860,6 +876,11 @@ class Dependencies:
 
     def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
         kind: Any = type(value)
+        if isinstance(value, operator.methodcaller):  # It is made of these.
+            self._values.append((name, value.__reduce__(), depth, inside))
+            return
+        if members := _members_of(value):
+            self._add(PartsSource(name, value, members), depth, inside=inside)
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
         steps = id(kind) in self._optimizers
@@ -872,7 +893,7 @@ class Dependencies:
         names = self._names if value is self._owner else None
         if steps:
             names = self._names_of_optimizers
-        seen = False
+        seen = bool(members)
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
@@ -1166,10 +1187,16 @@ def same(new: Any, old: Any) -> bool | None:
         return _combined((*(same(a, b) for a, b in zip(new, old, strict=True)), *more))
     if isinstance(new, functools.partial):
         return _combined((same(new.func, old.func), same(new.args, old.args), None))
+    if isinstance(new, deque) and new.maxlen != old.maxlen:
+        return False
     if isinstance(new, (list, dict, set, deque, *_BUFFERS)) or _is_array(new):
         return None
     if is_machinery(new):
         return False
+    if isinstance(new, BaseException) or (_members_of(new) and type(new).__module__ == "builtins"):
+        return None
+    if _base_in_c(type(new)) not in _WITHOUT_MEMBERS and not _is_immutable(new):
+        return False  # It may hold something else that no walk can see.
     if _attributes_of(new) is not None or _slots_of(type(new)):
         return None
     # A number of NumPy's: 0.0 and -0.0 are equal, and NaN is not.
@@ -1277,6 +1304,40 @@ def _slots_of(cls: type) -> tuple[str, ...]:
             private = name.startswith("__") and not name.endswith("__")
             found.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
     return tuple(found)
+
+
+def _base_in_c(cls: type) -> type:
+    """The class in C that a class is made of; object, if it adds nothing to that."""
+    for base in cls.__mro__:
+        new = vars(base).get("__new__")
+        in_c = isinstance(new, types.BuiltinFunctionType) and new.__self__ is base
+        if in_c or not base.__flags__ & _HEAPTYPE:
+            return base
+    return object
+
+
+def _members_of(value: Any) -> tuple[str, ...]:
+    """The members of an object of a class in C, as far as they hold what code may read."""
+    if not isinstance(value, BaseException):
+        names = next((names for kind, names in _MEMBERS if isinstance(value, kind)), ())
+    else:
+        kinds = types.MemberDescriptorType | types.GetSetDescriptorType
+        names = tuple(
+            name
+            for base in type(value).__mro__
+            if not base.__flags__ & _HEAPTYPE
+            for name, member in vars(base).items()
+            if isinstance(member, kinds) and name not in _OF_A_RAISE
+        )
+    return tuple(name for name in names if _is_set(value, name))
+
+
+def _is_set(value: Any, name: str) -> bool:
+    try:
+        getattr(value, name)
+    except Exception:  # An empty cell, say.
+        return False
+    return True
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
