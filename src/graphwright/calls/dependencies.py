@@ -135,6 +135,8 @@ _ENTRIES = ("forward", "__call__", "__getattr__")
 # Methods of an autograd.Function that run without being named.
 _OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"))
 _MAKE_INSTANCES = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
+# Files of PyTorch's whose functions call others of its functions by their names.
+_CALL_OTHERS = frozenset(("torch.nn.functional", "torch.functional"))
 # CPython's flags of classes whose attributes cannot be set, and of those that are made at run time.
 _IMMUTABLE, _HEAPTYPE = 1 << 8, 1 << 9
 # Classes in C that hold nothing beside attributes, which are watched.
@@ -563,6 +565,8 @@ class Dependencies:
         self._modules: deque[tuple[str, nn.Module]] = deque()
         self._values: deque[tuple[Name, Any, int, bool]] = deque()
         self._seen_globals: set[tuple[int, str]] = set()
+        # Functions of PyTorch's that code names, by the names of their files.
+        self._of_pytorch: dict[str, set[str]] = {}
         # Names in the call's code, if they tell which attributes it reads; else None.
         self._names: frozenset[str] | None = None
         # Classes of optimizers whose step is among what is called, and the names in their code.
@@ -590,11 +594,15 @@ class Dependencies:
             for cls in given:
                 self._named_of_class(cls, self._names, is_made=False)
             self._walk()
-            return
-        self._walk()
-        for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
-            self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
-        self._walk()
+        else:
+            self._walk()
+            for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
+                self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
+            self._walk()
+        # In one source for each file: that costs next to nothing at a call.
+        for file, found in sorted(self._of_pytorch.items()):
+            if found:
+                self.sources.append(FileSource(Name("", file), sys.modules[file], sorted(found)))
 
     @property
     def objects(self) -> list[Any]:
@@ -970,6 +978,8 @@ class Dependencies:
             # Each function may name others of its attributes.
             if read is not None and isinstance(value, type | types.ModuleType):
                 self._namespace(name, value, read.names)
+            elif isinstance(value, types.ModuleType):
+                self._functions_of_pytorch(value, names_of(code))
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
             if read is not None or isinstance(value, plain) or draws(value):
@@ -996,6 +1006,7 @@ class Dependencies:
         if isinstance(value, type):
             self._named_of_class(value, names)
             return
+        self._functions_of_pytorch(value, names or frozenset())
         if value.__name__.partition(".")[0] in MACHINERY or is_library(value):
             return
         keys = [key for key in vars(value) if names is None or key in names]
@@ -1008,6 +1019,35 @@ class Dependencies:
         if keys:
             self._seen_globals |= {(id(value), key) for key in keys}
             self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
+
+    def _functions_of_pytorch(
+        self,
+        file: types.ModuleType,
+        names: frozenset[str],
+        around: tuple[types.ModuleType, ...] = (),
+    ) -> None:
+        """Note the functions that code names of a file of PyTorch's: `F.gelu` may be replaced.
+
+        Args:
+            file: the file.
+            names: that the code names.
+            around: files that it was found in.
+        """
+        if self._whole or sys.modules.get(file.__name__) is not file:
+            return
+        package, *inner = file.__name__.split(".")
+        if package != "torch" or file in around or any(n.startswith("_") for n in inner):
+            return
+        found = self._of_pytorch.setdefault(file.__name__, set())
+        for key in (names & vars(file).keys()) - found:
+            value = vars(file)[key]
+            if isinstance(value, types.ModuleType):
+                self._functions_of_pytorch(value, names, (*around, file))
+            elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+                found.add(key)
+                if isinstance(value, types.FunctionType) and value.__module__ in _CALL_OTHERS:
+                    calls = names_of(value.__code__)
+                    self._functions_of_pytorch(sys.modules[value.__module__], calls)
 
     def _named_of_class(
         self, cls: type, names: frozenset[str] | None, *, is_made: bool = True
@@ -1110,6 +1150,12 @@ class ClassPartsSource(PartsSource):
     def read(self) -> dict[Any, Any]:
         held = vars(self.owner)
         return {key: held.get(key, _MISSING) for key in self.keys}
+
+
+class FileSource(ClassPartsSource):
+    """Functions in a file of PyTorch's."""
+
+    __slots__ = ()
 
 
 class InheritedSource(PartsSource):
