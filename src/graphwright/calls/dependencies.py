@@ -847,6 +847,9 @@ class Dependencies:
                 return
         except (TypeError, ValueError, BufferError):  # Its content cannot be read.
             pass
+        if _has_objects(value):  # What draws there has to be put back after a run.
+            found = [each for each in itertools.islice(value.flat, _MAX_ITEMS) if draws(each)]
+            self._values += [(name, each, 1, False) for each in found]
         self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
         del self.visits[id(value)]  # Another array in its place is a change.
 
