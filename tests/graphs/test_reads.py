@@ -266,7 +266,8 @@ def at_a_function(first: torch.Tensor) -> Place:
 
     marked: Any = function
     marked.value = first
-    return lambda: marked.value, lambda new: setattr(marked, "value", new)
+    find = hidden(marked)
+    return lambda: find().value, lambda new: setattr(marked, "value", new)
 
 
 def in_a_closure(first: torch.Tensor) -> Place:
