@@ -100,6 +100,9 @@ KINDS = {
     "bits": Kind(numpy.random.PCG64, lambda g: g.random_raw() / 2**64),
     "method of NumPy's": Kind(lambda seed: numpy.random.default_rng(seed).random, lambda g: g()),
     "spawning": Kind(numpy.random.default_rng, lambda g: g.spawn(1)[0].random()),
+    "seeds": Kind(
+        numpy.random.SeedSequence, lambda g: numpy.random.default_rng(g.spawn(1)[0]).random()
+    ),
     "RandomState": Kind(numpy.random.RandomState, lambda g: g.rand()),
     "half a pair": Kind(numpy.random.RandomState, lambda g: g.randn()),
     "of torch": Kind(
@@ -144,6 +147,13 @@ def in_slots(held: Any) -> Any:
     return lambda: owner.held
 
 
+def in_an_array(held: Any) -> Any:
+    found = held if isinstance(held, list) else [held]
+    made = numpy.empty(len(found), dtype=object)
+    made[:] = found
+    return made
+
+
 def in_a_library(held: Any) -> Any:
     space = {"__name__": "elsewhere", "HELD": held}
     code = compile("def get(): return HELD", "/elsewhere/site-packages/elsewhere.py", "exec")
@@ -158,6 +168,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "a tuple": lambda held: (0, (held,)),
     "an object": lambda held: types.SimpleNamespace(inner=types.SimpleNamespace(held=held)),
     "slots": in_slots,
+    "an array": in_an_array,
     "a closure": lambda held: lambda: held,
     "a default": in_a_default,
     "a global": in_a_global,
@@ -174,6 +185,8 @@ def taken_from(place: Any) -> Any:
         return place[1][0]
     if isinstance(place, dict):
         return place["mine"]
+    if isinstance(place, numpy.ndarray):
+        return place[0] if len(place) == 1 else place
     return place() if isinstance(place, types.FunctionType) else place
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.graphs.random_state import put_seed, put_state
+from graphwright.graphs.reads import Reads
 
 
 def recurrent() -> nn.LSTM:
@@ -31,6 +32,15 @@ def test_a_generator_takes_seeds_and_states(device: torch.device) -> None:
     put_seed(generator, 1)
     assert generator.initial_seed() == 1
     assert torch.equal(torch.rand(4, device=device, generator=generator), drawn)
+
+
+@pytest.mark.parametrize(("dropout", "train"), [(0.5, True), (0.0, True), (0.5, False)])
+def test_only_an_rnn_that_drops_reads_the_state(dropout: float, train: bool) -> None:
+    x, state, reads = torch.ones(2, 3), torch.zeros(8, dtype=torch.uint8), Reads()
+    args = (x, [x], 4, None, x, None, 2, 4, 0, 1, False, dropout, train, False, [], state)
+    reads.before(torch.ops.aten._cudnn_rnn.default, (args, {}), lambda tensor: False)
+    found = [read.value is state for read in reads.left([]) if read.is_state]
+    assert found == [True] * (dropout > 0 and train)
 
 
 @pytest.mark.gpu

@@ -383,13 +383,15 @@ def test_ours_is_compiled_around_and_never_through(
         torch.testing.assert_close(compiled(x), (x.relu() + 1) * (2 if around else 1))
 
 
+@pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("make", [graphed_of, fused_of, tuned_of])
 def test_ours_of_what_is_compiled_may_be_compiled(
-    make: Callable[[nn.Module, torch.Tensor], Any],
+    make: Callable[[Any, torch.Tensor], Any], function: bool
 ) -> None:
     model, x = Small().eval(), torch.randn(4, 4)
     with torch.no_grad():
-        inner: Any = torch.compile(model, backend="eager")
+        of: Any = (lambda y: model(y)) if function else model
+        inner: Any = torch.compile(of, backend="eager")
         twice: Any = torch.compile(make(inner, x), backend="eager")
         for _ in range(2):
             torch.testing.assert_close(twice(x), model(x))

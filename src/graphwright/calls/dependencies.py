@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import enum
 import functools
 import inspect
@@ -109,7 +110,8 @@ _COMPARABLE = (
 # Values of just these types have no attributes.
 _BARE = frozenset(SCALARS)
 # What holds bytes, beside NumPy's arrays.
-_BUFFERS = (bytearray, array.array, memoryview)
+_OF_CTYPES = ctypes.c_int.__mro__[-2]
+_BUFFERS = (bytearray, array.array, memoryview, _OF_CTYPES)
 # Attributes of modules that count even if no code names them: a library's functions, which are
 # given the module, may read them.
 _ALWAYS = (
@@ -133,8 +135,20 @@ _ENTRIES = ("forward", "__call__", "__getattr__")
 # Methods of an autograd.Function that run without being named.
 _OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"))
 _MAKE_INSTANCES = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
-# CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
-_IMMUTABLE = 1 << 8
+# Files of PyTorch's whose functions call others of its functions by their names.
+_CALL_OTHERS = frozenset(("torch.nn.functional", "torch.functional"))
+# CPython's flags of classes whose attributes cannot be set, and of those that are made at run time.
+_IMMUTABLE, _HEAPTYPE = 1 << 8, 1 << 9
+# Classes in C that hold nothing beside attributes, which are watched.
+_WITHOUT_MEMBERS = (object, types.SimpleNamespace)
+# What classes in C hold in members of their own, by name.
+_MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    ((staticmethod, classmethod), ("__func__",)),
+    (property, ("fget", "fset", "fdel")),
+    (types.CellType, ("cell_contents",)),
+)
+# Members of exceptions that each raise writes to.
+_OF_A_RAISE = frozenset(("__traceback__", "__context__", "__suppress_context__", "__dict__"))
 
 
 class RunsStep:
@@ -283,6 +297,8 @@ class ContentSource(Source):
         if isinstance(owner, bytearray):
             return {"its content": bytes(owner)}
         kind: tuple[Any, ...] = ()
+        if isinstance(owner, _OF_CTYPES):
+            owner = memoryview(owner)  # type: ignore[arg-type]  # its classes give a buffer
         if isinstance(owner, memoryview):
             kind = (owner.shape, owner.format)
         elif not isinstance(owner, array.array):
@@ -297,7 +313,9 @@ class ContentSource(Source):
             owner[:] = held
             return
         content, _ = held
-        if isinstance(owner, array.array):
+        if isinstance(owner, _OF_CTYPES):
+            ctypes.memmove(ctypes.addressof(owner), content, len(content))  # type: ignore[arg-type]
+        elif isinstance(owner, array.array):
             del owner[:]
             owner.frombytes(content)
         elif isinstance(owner, memoryview) and owner.contiguous:
@@ -547,6 +565,8 @@ class Dependencies:
         self._modules: deque[tuple[str, nn.Module]] = deque()
         self._values: deque[tuple[Name, Any, int, bool]] = deque()
         self._seen_globals: set[tuple[int, str]] = set()
+        # Functions of PyTorch's that code names, by the names of their files.
+        self._of_pytorch: dict[str, set[str]] = {}
         # Names in the call's code, if they tell which attributes it reads; else None.
         self._names: frozenset[str] | None = None
         # Classes of optimizers whose step is among what is called, and the names in their code.
@@ -574,11 +594,15 @@ class Dependencies:
             for cls in given:
                 self._named_of_class(cls, self._names, is_made=False)
             self._walk()
-            return
-        self._walk()
-        for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
-            self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
-        self._walk()
+        else:
+            self._walk()
+            for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
+                self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
+            self._walk()
+        # In one source for each file: that costs next to nothing at a call.
+        for file, found in sorted(self._of_pytorch.items()):
+            if found:
+                self.sources.append(FileSource(Name("", file), sys.modules[file], sorted(found)))
 
     @property
     def objects(self) -> list[Any]:
@@ -823,6 +847,9 @@ class Dependencies:
                 return
         except (TypeError, ValueError, BufferError):  # Its content cannot be read.
             pass
+        if _has_objects(value):  # What draws there has to be put back after a run.
+            found = [each for each in itertools.islice(value.flat, _MAX_ITEMS) if draws(each)]
+            self._values += [(name, each, 1, False) for each in found]
         self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
         del self.visits[id(value)]  # Another array in its place is a change.
 
@@ -860,6 +887,11 @@ class Dependencies:
 
     def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
         kind: Any = type(value)
+        if isinstance(value, operator.methodcaller):  # It is made of these.
+            self._values.append((name, value.__reduce__(), depth, inside))
+            return
+        if members := _members_of(value):
+            self._add(PartsSource(name, value, members), depth, inside=inside)
         if isinstance(value, Optimizer):
             self.optimizers.append(value)
         steps = id(kind) in self._optimizers
@@ -872,7 +904,7 @@ class Dependencies:
         names = self._names if value is self._owner else None
         if steps:
             names = self._names_of_optimizers
-        seen = False
+        seen = bool(members)
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
@@ -949,6 +981,8 @@ class Dependencies:
             # Each function may name others of its attributes.
             if read is not None and isinstance(value, type | types.ModuleType):
                 self._namespace(name, value, read.names)
+            elif isinstance(value, types.ModuleType):
+                self._functions_of_pytorch(value, names_of(code))
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
             if read is not None or isinstance(value, plain) or draws(value):
@@ -975,6 +1009,7 @@ class Dependencies:
         if isinstance(value, type):
             self._named_of_class(value, names)
             return
+        self._functions_of_pytorch(value, names or frozenset())
         if value.__name__.partition(".")[0] in MACHINERY or is_library(value):
             return
         keys = [key for key in vars(value) if names is None or key in names]
@@ -987,6 +1022,35 @@ class Dependencies:
         if keys:
             self._seen_globals |= {(id(value), key) for key in keys}
             self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
+
+    def _functions_of_pytorch(
+        self,
+        file: types.ModuleType,
+        names: frozenset[str],
+        around: tuple[types.ModuleType, ...] = (),
+    ) -> None:
+        """Note the functions that code names of a file of PyTorch's: `F.gelu` may be replaced.
+
+        Args:
+            file: the file.
+            names: that the code names.
+            around: files that it was found in.
+        """
+        if self._whole or sys.modules.get(file.__name__) is not file:
+            return
+        package, *inner = file.__name__.split(".")
+        if package != "torch" or file in around or any(n.startswith("_") for n in inner):
+            return
+        found = self._of_pytorch.setdefault(file.__name__, set())
+        for key in (names & vars(file).keys()) - found:
+            value = vars(file)[key]
+            if isinstance(value, types.ModuleType):
+                self._functions_of_pytorch(value, names, (*around, file))
+            elif isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+                found.add(key)
+                if isinstance(value, types.FunctionType) and value.__module__ in _CALL_OTHERS:
+                    calls = names_of(value.__code__)
+                    self._functions_of_pytorch(sys.modules[value.__module__], calls)
 
     def _named_of_class(
         self, cls: type, names: frozenset[str] | None, *, is_made: bool = True
@@ -1091,6 +1155,12 @@ class ClassPartsSource(PartsSource):
         return {key: held.get(key, _MISSING) for key in self.keys}
 
 
+class FileSource(ClassPartsSource):
+    """Functions in a file of PyTorch's."""
+
+    __slots__ = ()
+
+
 class InheritedSource(PartsSource):
     """What a class inherits, and may come to override."""
 
@@ -1166,10 +1236,16 @@ def same(new: Any, old: Any) -> bool | None:
         return _combined((*(same(a, b) for a, b in zip(new, old, strict=True)), *more))
     if isinstance(new, functools.partial):
         return _combined((same(new.func, old.func), same(new.args, old.args), None))
+    if isinstance(new, deque) and new.maxlen != old.maxlen:
+        return False
     if isinstance(new, (list, dict, set, deque, *_BUFFERS)) or _is_array(new):
         return None
     if is_machinery(new):
         return False
+    if isinstance(new, BaseException) or (_members_of(new) and type(new).__module__ == "builtins"):
+        return None
+    if _base_in_c(type(new)) not in _WITHOUT_MEMBERS and not _is_immutable(new):
+        return False  # It may hold something else that no walk can see.
     if _attributes_of(new) is not None or _slots_of(type(new)):
         return None
     # A number of NumPy's: 0.0 and -0.0 are equal, and NaN is not.
@@ -1277,6 +1353,40 @@ def _slots_of(cls: type) -> tuple[str, ...]:
             private = name.startswith("__") and not name.endswith("__")
             found.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
     return tuple(found)
+
+
+def _base_in_c(cls: type) -> type:
+    """The class in C that a class is made of; object, if it adds nothing to that."""
+    for base in cls.__mro__:
+        new = vars(base).get("__new__")
+        in_c = isinstance(new, types.BuiltinFunctionType) and new.__self__ is base
+        if in_c or not base.__flags__ & _HEAPTYPE:
+            return base
+    return object
+
+
+def _members_of(value: Any) -> tuple[str, ...]:
+    """The members of an object of a class in C, as far as they hold what code may read."""
+    if not isinstance(value, BaseException):
+        names = next((names for kind, names in _MEMBERS if isinstance(value, kind)), ())
+    else:
+        kinds = types.MemberDescriptorType | types.GetSetDescriptorType
+        names = tuple(
+            name
+            for base in type(value).__mro__
+            if not base.__flags__ & _HEAPTYPE
+            for name, member in vars(base).items()
+            if isinstance(member, kinds) and name not in _OF_A_RAISE
+        )
+    return tuple(name for name in names if _is_set(value, name))
+
+
+def _is_set(value: Any, name: str) -> bool:
+    try:
+        getattr(value, name)
+    except Exception:  # An empty cell, say.
+        return False
+    return True
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:

@@ -2,9 +2,9 @@
 
 The process has one of Python's, one of NumPy's and one of PyTorch's; modules, functions and what
 they hold may have more: `random.Random`, `numpy.random.Generator` over any bit generator,
-`numpy.random.RandomState` and `torch.Generator`. All of them are put back in place: whoever else
-holds one sees it where it was. What the system draws (`random.SystemRandom`, `secrets`) has no
-state.
+`numpy.random.RandomState`, `numpy.random.SeedSequence` and `torch.Generator`. All of them are put
+back in place: whoever else holds one sees it where it was. What the system draws
+(`random.SystemRandom`, `secrets`) has no state.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def is_host_generator(value: Any) -> bool:
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return False
-    return isinstance(value, numpy.Generator | numpy.RandomState | numpy.BitGenerator)
+    kinds = (numpy.Generator, numpy.RandomState, numpy.BitGenerator, numpy.SeedSequence)
+    return isinstance(value, kinds)
 
 
 def draws(value: Any) -> bool:
@@ -194,16 +195,17 @@ def _states_of_torch(generator: torch.Generator) -> Iterator[_State]:
 
 
 def _states_of_numpy(generator: Any) -> Iterator[_State]:
-    bits = generator
-    if hasattr(generator, "get_state"):
+    seeds: Any = getattr(generator, "seed_seq", None)
+    if hasattr(generator, "spawn_key"):
+        seeds = generator
+    elif hasattr(generator, "get_state"):
         state = generator.get_state(legacy=False)
-        bits = getattr(generator, "_bit_generator", None)
+        seeds = getattr(getattr(generator, "_bit_generator", None), "seed_seq", None)
         yield _frozen(state), lambda: generator.set_state(state)
     else:
         with contextlib.suppress(NotImplementedError, AttributeError):  # One of the user's own.
             state = generator.state
             yield _frozen(state), lambda: setattr(generator, "state", state)
-    seeds: Any = getattr(bits, "seed_seq", None)
     if hasattr(seeds, "n_children_spawned"):
         # `spawn()` counts there; only unpickling sets it.
         count = seeds.n_children_spawned

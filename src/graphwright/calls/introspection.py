@@ -20,6 +20,10 @@ _LOOKED_UP = frozenset(
 )
 
 
+# What torch.compile sets on what it returns, and nothing that it is given may have.
+_OF_COMPILERS = frozenset(("aot_compile", "get_compiler_config"))
+
+
 class _Signature:
     """`__signature__` of an object that stands for another; its class has none."""
 
@@ -124,7 +128,8 @@ class FunctionStandIn(StandIn):
                 attributes[name] = getattr(function, name)
         if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
             for name, value in vars(function).items():
-                if not name.startswith("_") and not hasattr(self, name):
+                own = name.startswith("_") or name in _OF_COMPILERS
+                if not own and not hasattr(self, name):
                     attributes[name] = value
 
 

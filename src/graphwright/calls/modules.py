@@ -34,6 +34,34 @@ _OF_CALLS = frozenset(("_call_impl", "_slow_forward", "_wrapped_call_impl", "for
 _CALL_THE_MODULE = frozenset(
     ("generate", "training_step", "validation_step", "test_step", "predict_step")
 )
+# Special methods that every object has and a module may define anew.
+_OF_OBJECTS = frozenset(
+    (
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__hash__",
+        "__str__",
+        "__format__",
+    )
+)
+# Special methods that are the proxy's: how it is made, copied, called and shown.
+_OF_PROXIES = frozenset(
+    (
+        *("__del__", "__copy__", "__getattribute__", "__getnewargs__", "__getnewargs_ex__"),
+        *("__class_getitem__", "__init_subclass__", "__set_name__", "__get__", "__set__"),
+        *("__delete__", "__instancecheck__", "__subclasscheck__", "__post_init__", "__prepare__"),
+    )
+)
+# Classes of proxies with operators, by the class without them and that of the module.
+_CLASSES: weakref.WeakValueDictionary[tuple[type, weakref.ref[type]], type] = (
+    weakref.WeakValueDictionary()
+)
+# The class of an object, whatever it says that it is.
+_CLASS: Any = vars(object)["__class__"]
 # Modules whose users were warned that a method bypasses what stands for them.
 _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -103,6 +131,7 @@ class ModuleProxy(nn.Module, StandIn):
         inner = module._innermost if isinstance(module, ModuleProxy) else module
         object.__setattr__(self, "_innermost", inner)
         object.__setattr__(self, "_described", None)
+        _CLASS.__set__(self, _with_operators(type(self), type(inner)))
         if isinstance(inner, FunctionModule) and isinstance(inner._function, types.MethodType):
             _watch_assignments()
 
@@ -201,16 +230,50 @@ class ModuleProxy(nn.Module, StandIn):
     def _version(self) -> int:  # type: ignore[override]  # nn.Module's is a number of the class
         return self._original._version
 
-    def __len__(self) -> int:
-        return len(self._original)  # type: ignore[arg-type]  # a Sequential has a length
-
     _torchdynamo_orig_callable = _torchdynamo_wrapper_id = get_compiler_config = _HiddenAttribute()
 
-    def __bool__(self) -> bool:
-        return True
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._original[index]  # type: ignore[index]  # a Sequential has items
+def _with_operators(cls: type, kind: type) -> type:
+    """A class of proxies with the operators of a module's class: `in`, `iter`, `len`, `==`, `+`.
+
+    Python looks for these in classes alone. If proxies of all modules had them, each would count as
+    iterable.
+    """
+    key = cls, weakref.ref(kind)
+    known = _CLASSES.get(key)
+    if known is not None:
+        return known
+    own = {name for base in (ModuleProxy, nn.Module, object) for name in vars(base)} - _OF_OBJECTS
+    operators: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base in (object, nn.Module) or base.__module__.startswith(_OUR_PACKAGE):
+            continue
+        for name, value in vars(base).items():
+            special = name.startswith("__") and name.endswith("__") and name not in _OF_PROXIES
+            if special and name not in own and name not in operators:
+                if hasattr(value, "__get__"):
+                    operators[name] = _operator(name)
+                elif value is None:  # Which says that there is none.
+                    operators[name] = None
+    if not operators:
+        return cls
+    as_named = {"__slots__": (), "__qualname__": cls.__qualname__, "__module__": cls.__module__}
+    made = _CLASSES[key] = type(cls.__name__, (cls,), as_named | operators)
+    return made
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """An operator of proxies: that of the module, with the proxy in its place as the result."""
+
+    def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
+        inner = self._innermost
+        kind = type(inner)
+        found = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+        result = found.__get__(inner, kind)(*args, **kwargs)
+        return self if result is inner else result
+
+    method.__name__ = name
+    return method
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:

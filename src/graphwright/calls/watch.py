@@ -30,6 +30,7 @@ from .dependencies import (
     ContentSource,
     Dependencies,
     DictionarySource,
+    FileSource,
     GlobalsSource,
     LengthSource,
     PartsSource,
@@ -218,8 +219,9 @@ class ModuleWatch:
             s for s in found.sources if type(s) is ClassPartsSource and [*s.held] == ["forward"]
         ]
         long = [s for s in found.sources if type(s) is LengthSource]
-        known = set(map(id, (*attributed, *dictionaries, *lists, *simple, *long)))
-        others = [s for s in found.sources if id(s) not in known]
+        files = [s for s in found.sources if type(s) is FileSource]
+        known = set(map(id, (*attributed, *dictionaries, *lists, *simple, *long, *files)))
+        others = [s for s in found.sources if id(s) not in known] + files
         self._ordered = [*attributed, *dictionaries, *lists, *simple, *long, *others]
         quick.look_at([s.owner for s in attributed], [s.owner for s in dictionaries])
         quick.empty[:] = found.empty
@@ -236,6 +238,7 @@ class ModuleWatch:
         quick.getters[:] = [(get, of) for get, of, _ in getters]
         quick.counts[:] = [len(held) for _, _, held in getters]
         quick.values[:] = itertools.chain.from_iterable([held for _, _, held in getters])
+        quick.files[:] = [vars(s.owner) for s in files]
         quick.addressed[:] = self._tensors
         quick.addresses[:] = self._addresses
         if versions is None or len(versions) != len(attributed) + len(dictionaries):
@@ -402,6 +405,8 @@ class _Quick:
         getters: a function that reads several other values, and what it reads them from.
         counts: how many values each gives.
         values: everything that these give, in a row.
+        files: variables of the files that the last ones read from. The check in C++ looks whether
+            they were written to instead.
         addressed: tensors.
         addresses: their addresses.
         compiled: the check in C++ of all of this, if there is one.
@@ -429,6 +434,7 @@ class _Quick:
         self.getters: list[tuple[Callable[[Any], Any], Any]] = []
         self.counts: list[int] = []
         self.values: list[Any] = []
+        self.files: list[dict[str, Any]] = []
         self.addressed: list[torch.Tensor] = []
         self.addresses: list[int] = []
         self.compiled: Callable[[], bool] | None = None
@@ -448,12 +454,14 @@ class _Quick:
 
     def parts(self) -> list[list[Any]]:
         """What the check in C++ is made of, without tensors, in its order."""
-        parts = [self.owners, self.dictionaries, self.empty, self.typed, self.types]
+        written = [*self.dictionaries, *self.files]
+        parts: list[list[Any]] = [self.owners, written, self.empty, self.typed, self.types]
         parts += [self.classes, self.forwards, self.lists, self.lengths, self.items]
         getters, begin = [], 0
         for (get, of), count in zip(self.getters, self.counts, strict=True):
             getters.append((get, of, tuple(self.values[begin : begin + count])))
             begin += count
+        getters = getters[: len(getters) - len(self.files)]
         return [*parts, self.long, self.long_lengths, getters]
 
     def versions_now(self) -> list[Any]:

@@ -28,6 +28,8 @@ from .random_state import Seeding
 _REMEDY = "Pass it as an argument, or hold it in an attribute of the module."
 # Arguments of operations that are the state of a random generator: PyTorch keeps it in C++.
 _STATES = ("dropout_state",)
+# Arguments that say whether it draws from that: a share that is dropped, and whether it trains.
+_DRAWS = ("dropout", "train")
 # Classes of objects that say with whom to communicate and how, and hold no tensors.
 _WITHOUT_TENSORS = "__torch__.torch.classes.c10d."
 # What holds constants in C++.
@@ -97,7 +99,9 @@ class Reads:
             if inside_part():
                 continue
             place = None if self._held(value) else current_place()
-            state = _is_state(func, given, value)
+            state = any(_argument(func, given, name) is value for name in _STATES)
+            if state and not all(_argument(func, given, name) for name in _DRAWS):
+                continue  # It is passed, and not used.
             self._found[key] = Read(value, str(func), place, is_state=state)
             if isinstance(value, torch.Tensor):
                 self._storages.add(value.untyped_storage()._cdata)
@@ -237,14 +241,13 @@ def _lacks_memory(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_state(func: Any, given: tuple[Any, Any], value: Any) -> bool:
-    """Whether an argument is the state of a random generator that PyTorch keeps in C++."""
+def _argument(func: Any, given: tuple[Any, Any], name: str) -> Any:
+    """An operation's argument of a name; None if it has none."""
     args, kwargs = given
-    return any(
-        (args[i] if i < len(args) else kwargs.get(argument.name)) is value
-        for i, argument in enumerate(func._schema.arguments)
-        if argument.name in _STATES
-    )
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[index] if index < len(args) else kwargs.get(name)
+    return None
 
 
 def _identity(value: torch.ScriptObject) -> tuple[str, int]:
