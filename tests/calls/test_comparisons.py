@@ -410,7 +410,7 @@ class Asks:
         raise TypeError
 
     def __hash__(self) -> int:
-        return 0
+        return id(self)
 
     def method(self) -> None:
         """A method that is made anew at each look."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import functools
+import operator
+import random
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -495,6 +497,33 @@ def _class_that_dynamic_code_closes_over() -> Place:
     return FunctionModule(call), lambda: setattr(Settings, "SCALE", 2)
 
 
+def _method_caller() -> Place:
+    scale = [1]
+    return Holds(operator.methodcaller("mul", scale)), lambda: scale.append(2)
+
+
+def _argument_of_an_exception() -> Place:
+    scale = [1]
+    return Holds(ValueError(scale)), lambda: scale.append(2)
+
+
+def _other_gelu() -> None:
+    setattr(nn.functional, "gelu", lambda x: x)  # noqa: B010  # unknown to mypy
+
+
+def _function_of_pytorch() -> Place:
+    call = function("def made(x): return functional.gelu(x)", functional=nn.functional)
+    return FunctionModule(call), _other_gelu
+
+
+def _function_of_pytorch_in_a_library() -> Place:
+    text = "class made(nn.Module):\n def forward(self, x): return functional.gelu(x)"
+    cls = function(text, LIBRARY, functional=nn.functional)
+    sys.modules["a_library_s_file"] = file(__file__=LIBRARY)
+    cls.__module__ = "a_library_s_file"
+    return cls(), _other_gelu
+
+
 PLACES: dict[str, Callable[[], Place]] = {
     "object": _object,
     "slots": _slots,
@@ -546,6 +575,10 @@ PLACES: dict[str, Callable[[], Place]] = {
     "buffer": _buffer,
     "child": _child,
     "hook": _hook,
+    "method caller": _method_caller,
+    "argument of an exception": _argument_of_an_exception,
+    "function of PyTorch's": _function_of_pytorch,
+    "function of PyTorch's in a library": _function_of_pytorch_in_a_library,
     "class of a child": _class_of_a_child,
     "class of a container": _class_of_a_container,
     "slot of a container": _slot_of_a_container,
@@ -562,17 +595,19 @@ PLACES: dict[str, Callable[[], Place]] = {
 
 
 @pytest.fixture
-def hooks_put_back() -> Iterator[None]:
-    """Hooks for all modules are as they were after a test."""
+def put_back() -> Iterator[None]:
+    """What a test changes of PyTorch and of the process is as it was afterwards."""
+    gelu = nn.functional.gelu
     before = {kind: dict(getattr(nn_module, kind)) for kind in dependencies.GLOBAL_HOOKS}
     yield
+    setattr(nn.functional, "gelu", gelu)  # noqa: B010  # unknown to mypy
     for kind, held in before.items():
         getattr(nn_module, kind).clear()
         getattr(nn_module, kind).update(held)
     sys.modules.pop("a_library_s_file", None)
 
 
-@pytest.mark.usefixtures("hooks_put_back")
+@pytest.mark.usefixtures("put_back")
 @pytest.mark.parametrize("name", PLACES)
 def test_a_change_there_is_noticed(name: str) -> None:
     model, change = PLACES[name]()
@@ -612,6 +647,13 @@ def test_whoever_draws_is_named() -> None:
     assert kept.moved_of_process() == "numpy.random"
     kept.put_back()
     assert kept.moved_of_process() is None
+
+
+def test_who_draws_from_an_array_of_objects_is_named() -> None:
+    drawn = random.Random(0)
+    kept = HostGenerators(Dependencies(Holds(numpy.array([drawn], dtype=object))))
+    drawn.random()
+    assert "Random" in str(kept.moved())
 
 
 def test_a_trace_function_is_put_back() -> None:
