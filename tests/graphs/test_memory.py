@@ -250,7 +250,11 @@ def test_an_arena_s_segments_are_cuda_s() -> None:
 DURING = list[Callable[[], object]]()
 
 
-@torch.library.custom_op("graphwright_tests::double_and_call", mutates_args=())
+# Not a `custom_op`, whose code is watched, and `DURING` with it.
+torch.library.define("graphwright_tests::double_and_call", "(Tensor x) -> Tensor")
+
+
+@torch.library.impl("graphwright_tests::double_and_call", "CPU")
 def double_and_call(x: torch.Tensor) -> torch.Tensor:
     """Twice a tensor; calls what `DURING` holds."""
     for call in DURING:
@@ -258,7 +262,7 @@ def double_and_call(x: torch.Tensor) -> torch.Tensor:
     return 2 * x
 
 
-@double_and_call.register_fake
+@torch.library.register_fake("graphwright_tests::double_and_call")
 def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
@@ -269,7 +273,8 @@ def test_what_dies_during_a_replay_is_spoiled_after_it(elsewhere: bool) -> None:
 
     def work(x: torch.Tensor) -> torch.Tensor:
         plus = x + 1
-        return double_and_call(plus) + plus
+        doubled: torch.Tensor = torch.ops.graphwright_tests.double_and_call(plus)
+        return doubled + plus
 
     pool, x = gw.MemoryPool(), torch.randn(2048)
     graph = gw.capture(work, x, pool=pool)
