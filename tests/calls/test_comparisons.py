@@ -373,6 +373,10 @@ class Word(enum.StrEnum):
     BLUE = "blue"
 
 
+class Wrong(ValueError):
+    """An exception with attributes."""
+
+
 class Stream(io.BytesIO):
     """An object with attributes whose class derives from one in C."""
 
@@ -470,6 +474,9 @@ VALUES: dict[str, tuple[Any, Any, bool | None]] = {
     "a deque": (deque([1]), deque([1]), None),
     "a deque of another length": (deque([1], 1), deque([1], 2), False),
     "an exception": (ValueError(1), ValueError(1), None),
+    "an exception of the user's": (Wrong(1), Wrong(1), None),
+    "a bare object": (object(), object(), False),
+    "a match": (re.match("a", "a"), re.match("a", "a"), False),
     "a subclass of what is in C": (Stream(b"a"), Stream(b"a"), False),
     "bytes that change": (bytearray(b"a"), bytearray(b"a"), None),
     "an array": (numpy.ones(2), numpy.ones(2), None),
@@ -686,6 +693,14 @@ def test_what_a_watch_was_joined_with_counts() -> None:
     assert not watch.unchanged()
     assert watch.rebound()
     assert watch.changed() == "it was replaced"
+
+
+def test_a_value_more_is_noticed_though_the_others_are_the_same() -> None:
+    watch, held = ModuleWatch(_linear(), values=False), list[int]()
+    watch._quick.getters.append((lambda it: it, held))
+    assert watch.unchanged()
+    held.append(1)
+    assert not watch.unchanged()
 
 
 def test_a_slot_that_is_set_later_and_a_long_list_that_grows_are_noticed() -> None:

@@ -508,12 +508,21 @@ def _argument_of_an_exception() -> Place:
 
 
 def _other_gelu() -> None:
-    setattr(nn.functional, "gelu", lambda x: x)  # noqa: B010  # unknown to mypy
+    vars(nn.functional)["gelu"] = lambda x: x
 
 
 def _function_of_pytorch() -> Place:
     call = function("def made(x): return functional.gelu(x)", functional=nn.functional)
     return FunctionModule(call), _other_gelu
+
+
+def _function_of_pytorch_by_its_whole_name() -> Place:
+    return FunctionModule(function("def made(x): return torch.nn.functional.gelu(x)")), _other_gelu
+
+
+def _function_that_one_of_pytorch_calls() -> Place:
+    call = function("def made(x): return functional.upsample(x)", functional=nn.functional)
+    return FunctionModule(call), lambda: vars(nn.functional).update(interpolate=lambda x: x)
 
 
 def _function_of_pytorch_in_a_library() -> Place:
@@ -578,6 +587,8 @@ PLACES: dict[str, Callable[[], Place]] = {
     "method caller": _method_caller,
     "argument of an exception": _argument_of_an_exception,
     "function of PyTorch's": _function_of_pytorch,
+    "function of PyTorch's by its whole name": _function_of_pytorch_by_its_whole_name,
+    "function that one of PyTorch's calls": _function_that_one_of_pytorch_calls,
     "function of PyTorch's in a library": _function_of_pytorch_in_a_library,
     "class of a child": _class_of_a_child,
     "class of a container": _class_of_a_container,
@@ -597,10 +608,10 @@ PLACES: dict[str, Callable[[], Place]] = {
 @pytest.fixture
 def put_back() -> Iterator[None]:
     """What a test changes of PyTorch and of the process is as it was afterwards."""
-    gelu = nn.functional.gelu
+    functions = dict(vars(nn.functional))
     before = {kind: dict(getattr(nn_module, kind)) for kind in dependencies.GLOBAL_HOOKS}
     yield
-    setattr(nn.functional, "gelu", gelu)  # noqa: B010  # unknown to mypy
+    vars(nn.functional).update(functions)
     for kind, held in before.items():
         getattr(nn_module, kind).clear()
         getattr(nn_module, kind).update(held)
