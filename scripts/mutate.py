@@ -14,8 +14,8 @@ rules are read from the source, function by function, so that a new one is in th
   processes repeat it, and where saved files compare it.
 
 In place of a test a rule may have a reason why nothing changes without it; it begins with "same: ".
-"others" stands for all rules of a place that are not written out. No file is edited: each mutant is
-a fork of one process that has collected the tests, with the code of the edited source in memory.
+Of switches, "others" stands for all that are not written out. No file is edited: each mutant is a
+fork of one process that has collected the tests, with the code of the edited source in memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WIDTH = 80
 TIMEOUT_S = 180
 # So begins the reason why nothing changes without a rule.
 SAME = "same: "
-# The test or reason for all rules of a place that are not written out.
+# The test for all switches that are not written out.
 OTHERS = "others"
 SWITCHES = "calls/switches.py"
 # Where a row of the table of switches is used: the condition that picks the rows, the function or
@@ -295,9 +295,7 @@ def mutations() -> list[Mutation]:
     found = []
     for kind in _RULES:
         for place, tests in table.get(kind, {}).items():
-            others = tests.get(OTHERS)
-            rules = rules_of(kind, place)
-            found += [Mutation(kind, place, rule, tests.get(rule, others)) for rule in rules]
+            found += [Mutation(kind, place, r, tests.get(r)) for r in rules_of(kind, place)]
     from graphwright.calls import switches
 
     for use, (_, _, is_meant) in USES.items():

@@ -373,6 +373,10 @@ class Word(enum.StrEnum):
     BLUE = "blue"
 
 
+class Lazy(property):
+    """A property of a class that may hold more."""
+
+
 class Wrong(ValueError):
     """An exception with attributes."""
 
@@ -476,7 +480,8 @@ VALUES: dict[str, tuple[Any, Any, bool | None]] = {
     "an exception": (ValueError(1), ValueError(1), None),
     "an exception of the user's": (Wrong(1), Wrong(1), None),
     "a bare object": (object(), object(), False),
-    "a match": (re.match("a", "a"), re.match("a", "a"), False),
+    "a property": (property(len), property(len), None),
+    "a property of another class": (Lazy(len), Lazy(len), False),
     "a subclass of what is in C": (Stream(b"a"), Stream(b"a"), False),
     "bytes that change": (bytearray(b"a"), bytearray(b"a"), None),
     "an array": (numpy.ones(2), numpy.ones(2), None),
