@@ -103,9 +103,13 @@ def ways(
     import graphwright as gw
     from graphwright.calls.watch import ModuleWatch
 
+    def look(watch: Any) -> Callable[[], bool]:
+        # After tuning, for one, the fast check has to be made anew.
+        return lambda: watch.unchanged() or watch.changed() is None
+
     watch, in_python = (ModuleWatch(model, values=False) for _ in range(2))
-    in_python._quick.patience = sys.maxsize  # No check in C++ is made.
-    looks = {LOOK: watch.unchanged, LOOK_IN_PYTHON: in_python.unchanged}
+    in_python.compiled = lambda: None  # type: ignore[method-assign]  # No check in C++ is made.
+    looks = {LOOK: look(watch), LOOK_IN_PYTHON: look(in_python)}
     count = len(list(model.modules()))
     graphed = gw.graph(model)
     if name == LARGE:
@@ -146,6 +150,7 @@ def rounds(strategies: list[str]) -> None:
     if device.type == "cpu":
         torch.set_num_threads(2)
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else int
+    waits: dict[str, Callable[[], object]] = dict.fromkeys(LOOKS, int)
     strategies = strategies or STRATEGIES[device.type]
     made: dict[str, tuple[dict[str, Any], dict[str, int]]] = {}
     facts: Row = {}
@@ -154,11 +159,10 @@ def rounds(strategies: list[str]) -> None:
             print(f"setting up {name}", file=sys.stderr, flush=True)
             calls, facts[name] = ways(name, model, args, strategies)
             # Checks in C++ are made once there were some looks.
-            waits = {way: int if way in LOOKS else wait for way in calls}
             for way, call in calls.items():
-                block(call, 20, waits[way])
+                block(call, 20, waits.get(way, wait))
             counts = {
-                way: max(1, min(MOST, int(BLOCK_S / block(call, 3, waits[way]))))
+                way: max(1, min(MOST, int(BLOCK_S / block(call, 3, waits.get(way, wait)))))
                 for way, call in calls.items()
             }
             made[name] = calls, counts
@@ -168,7 +172,7 @@ def rounds(strategies: list[str]) -> None:
             for name, (calls, counts) in made.items():
                 order = list(calls)[number % len(calls) :] + list(calls)[: number % len(calls)]
                 found[name] = {
-                    way: block(calls[way], counts[way], waits[way]) * 1e6 for way in order
+                    way: block(calls[way], counts[way], waits.get(way, wait)) * 1e6 for way in order
                 }
             print(json.dumps(found), flush=True)
 
