@@ -65,7 +65,10 @@ def test_every_topic_says_where_and_when_it_was_measured() -> None:
 def test_every_result_of_a_benchmark_is_on_a_page() -> None:
     shown = {name for topic in TOPICS for name in results_of(topic)}
     # Runs of tests, and single comparisons that other pages and commits cite.
-    others = r"gpu-test.*|mutations.*|capture-beside.*|graph-of-fuse.*|measured-passes.*|watching.*|torch-ver.*"
+    others = (
+        r"gpu-test.*|mutations.*|torch-ver.*|capture-beside.*|graph-of-fuse.*|measured-passes.*|"
+        r"watching.*"
+    )
     left = {file.stem for file in RESULTS.glob("*.json")} - shown
     assert not [name for name in left if not re.fullmatch(others, name)]
 
