@@ -156,6 +156,10 @@ class Tally:
         """How many calls graphs have answered."""
         return self._past + sum(entry.hits for entry in ready) + sum(self.padded.values())
 
+    def calls(self, ready: Iterable[CacheEntry]) -> int:
+        """How many calls there were."""
+        return self.answered(ready) + sum(self.eager.values()) + self.in_parts
+
     def statistics(
         self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
     ) -> CallStatistics:
