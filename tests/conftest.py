@@ -120,7 +120,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Captures are limited as they are outside of tests, by a clock that the test moves."""
     clock = Clock()
     monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 3)
-    monkeypatch.setattr(capture_budget, "_CLOCK", clock)
+    monkeypatch.setattr(capture_budget, "CLOCK", clock)
     settle = CaptureBudget._settle
 
     def settle_later(budget: CaptureBudget, capture: Capture, seconds: float, *rest: Any) -> None:

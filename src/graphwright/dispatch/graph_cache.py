@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
 
 # States without a graph that are remembered, in case that they come back.
-_MAX_BARE = 16
+MAX_BARE = 16
 # Kinds of calls without a graph that are remembered for a state, likewise.
 _MAX_SEEN = 1024
 # Refusals that are remembered for a state.
@@ -206,8 +206,8 @@ class GraphCache:
         with self.pool._lock:
             states = self._states
             found = next((s for s in states if s.watch.unchanged()), None)
-            # What looks other may be equal.
-            found = found or next((s for s in states if s.watch.changed() is None), None)
+            if found is None:  # What looks other may be equal, which takes longer to find out.
+                found = next((s for s in states if s.watch.changed() is None), None)
             if found is not None:
                 if found is not states[0]:
                     states.remove(found)
@@ -215,8 +215,12 @@ class GraphCache:
                 self._current = found
             return found
 
-    def state(self) -> StateGraphs:
-        """The module's current state; graphs whose weights were replaced are closed."""
+    def state(self, bare: int = MAX_BARE) -> StateGraphs:
+        """The module's current state; graphs whose weights were replaced are closed.
+
+        Args:
+            bare: how many states without a graph are remembered.
+        """
         with self.pool._lock:
             known = self.known_state()
             if known is not None:
@@ -228,8 +232,8 @@ class GraphCache:
             for state in [s for s in self._states if s.watch.rebound(watch.tensor_ids)]:
                 self._drop(state)
             # How many graphs are kept is limited; states without one only take time to compare.
-            bare = [state for state in self._states if not state.has_graphs]
-            for state in bare[_MAX_BARE - 1 :]:
+            without = [state for state in self._states if not state.has_graphs]
+            for state in without[bare - 1 :]:
                 self._drop(state)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.insert(0, self._current)

@@ -56,6 +56,7 @@ from ..errors import (
     warn_of_fallback,
 )
 from ..evaluation.accuracy import difference
+from ..graphs import capture_budget
 from ..graphs.capture_budget import WORTH_CALLS, Looks, now
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
@@ -70,7 +71,7 @@ from ..report.progress import SHORT_S, Progress, shown
 from ..shapes.buckets import PADDING
 from .carried_state import CarriedState, reached
 from .fast_path import MISS, Shortcut, shortcut
-from .graph_cache import CacheEntry, GraphCache, StateGraphs
+from .graph_cache import MAX_BARE, CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
 from .statistics import CallStatistics, Tally, both, explained, summary, to_html
@@ -100,6 +101,8 @@ _MAX_REFUSED = 1024
 _TIMED = frozenset({"cuda"})
 _FIRST_IN_SEGMENTS = 6
 _FIRST_CARRIED_CALLS = 5
+# States without a graph that are remembered where hardly any comes back: each takes time to compare.
+_FEW_BARE = 3
 # New kinds of calls in a row, of which none comes back, before a caller is told.
 _MANY_NEW = 16
 # States in a row that prepare() captures graphs for.
@@ -214,6 +217,8 @@ class GraphedCallable(FunctionStandIn):
         # Calls without a graph, in a row; and why the last one had none.
         self._looks = Looks()
         self._rests_for, self._why_rests = NOT_YET, ""
+        # What answers calls eagerly, at next to no cost, until the next look is due.
+        self._rest: Shortcut | None = None
         # What keeps captures from paying off, in words, by its cause.
         self._unpaid: dict[str, str] = {}
         # New kinds of calls that wait, none of which has come back so far.
@@ -255,8 +260,10 @@ class GraphedCallable(FunctionStandIn):
                     latest.then = following
                     self._recent, self._short = following, (following, following.shortcut)
                     return result
-        elif self._looks.rests and not torch.is_grad_enabled() and self._parts is None:
-            return self._rest(args, kwargs)
+        elif self._rest is not None:
+            result = self._rest(args, kwargs)
+            if result is not MISS:
+                return result
         if self._carried is not None:
             return self._answer_carried(self._carried, args, kwargs)
         key = quick_key(args, kwargs)
@@ -268,12 +275,6 @@ class GraphedCallable(FunctionStandIn):
         if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
             return self._find(args, kwargs)
         return self._answer(entry, args, kwargs)
-
-    def _rest(self, args: Args, kwargs: Kwargs) -> Any:
-        """Answer a call eagerly without looking for a graph, with gradients off."""
-        self._tally.eager[self._rests_for] += 1
-        with self._entries.turns.calling():
-            return self.fn(*args, **kwargs)
 
     def _shortcut(self, entry: CacheEntry) -> Shortcut | None:
         """The fast path to an entry's graph; None if it has none."""
@@ -361,7 +362,7 @@ class GraphedCallable(FunctionStandIn):
     def _count(self, entry: CacheEntry, graph: CapturedCall) -> None:
         """Count a call that was answered by the graph, or eagerly if its segments were given up."""
         if graph.was_eager:
-            self._tally.eager[UNCAPTURED] += 1
+            self._tally.eager_for(UNCAPTURED)[0] += 1
         else:
             entry.hits += 1
         if graph.given_up is not None:
@@ -374,7 +375,6 @@ class GraphedCallable(FunctionStandIn):
         self._short = None if fast is None else (entry, fast)
         if before is not None and before.state is not entry.state:
             before.then = entry
-        self._looks.found()
         key = quick_key(args, kwargs)
         if key is not None:
             if len(self._quick) >= MAX_QUICK:
@@ -428,10 +428,11 @@ class GraphedCallable(FunctionStandIn):
             if refused is not None and refused.looks.rests:
                 return self._missed(refused.category, refused.reason, args, kwargs, as_called=True)
         before = self._entries.current
-        state = self._entries.state()
+        state = self._entries.state(_FEW_BARE if self._looks.mostly_in_vain else MAX_BARE)
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
+            self._looks.found()
             return self._answer(entry, args, kwargs)
         left = before if before is not state else None
         call = UncapturedCall(args, kwargs, signature, state, grad, left, now() - entered)
@@ -601,7 +602,7 @@ class GraphedCallable(FunctionStandIn):
 
     def _postpone(self, call: UncapturedCall, *, is_new: bool) -> Miss:
         """Why a call is eager that the budget for captures leaves none for."""
-        self._looks.failed(call.looked_s)
+        self._looks.failed(call.looked_s, is_new=is_new)
         if not call.state.has_graphs:
             # Nothing answers calls while the module is as it is.
             self._recent = self._short = None
@@ -618,7 +619,27 @@ class GraphedCallable(FunctionStandIn):
             else:
                 missed = Miss(NOT_YET, "it is captured when it comes back after other calls")
         self._rests_for, self._why_rests = missed.category, missed.reason
+        self._rest = self._make_rest(missed.category) if self._looks.rests else None
         return missed
+
+    def _make_rest(self, category: str) -> Shortcut:
+        """A function that answers calls as `_missed` does, until the next look is due."""
+        # Local names are found faster than attributes.
+        count, until_s, clock = (
+            self._tally.eager_for(category),
+            self._looks.until_s,
+            capture_budget.CLOCK,
+        )
+        grad_is_on, call = torch.is_grad_enabled, self._entries.turns.taking(self.fn)
+
+        def rest(args: Args, kwargs: Kwargs) -> Any:
+            # Parts may answer what is refused as a whole.
+            if clock() >= until_s or grad_is_on() or self._parts is not None:
+                return MISS
+            count[0] += 1
+            return call(args, kwargs)
+
+        return rest
 
     def _why_unpaid(self, call: UncapturedCall) -> str:
         """What keeps captures from paying off, and what to do; the same words for each cause."""
@@ -754,7 +775,7 @@ class GraphedCallable(FunctionStandIn):
         if in_parts:
             self._tally.in_parts += 1
         else:
-            self._tally.eager[category] += 1
+            self._tally.eager_for(category)[0] += 1
         how = RUNS_EAGERLY if parts is None or not parts.used else _RUNS_IN_PARTS
         self._tell(category, reason, how)
         return result
@@ -800,13 +821,13 @@ class GraphedCallable(FunctionStandIn):
 
     def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
         """Run the function as it is, with gradients."""
-        self._tally.eager[category] += 1
+        self._tally.eager_for(category)[0] += 1
         self._tell(category)
         with self._entries.turns.calling():
             return self.fn(*args, **kwargs)
 
     def _run_eagerly(self, category: str, args: Args, kwargs: Kwargs) -> Any:
-        self._tally.eager[category] += 1
+        self._tally.eager_for(category)[0] += 1
         return self._run_detached(args, kwargs)
 
     def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:

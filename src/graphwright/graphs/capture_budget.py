@@ -30,15 +30,15 @@ SHARE = 0.05
 WORTH_CALLS = 128
 # Looks in vain, in a row, that are free; and the share of the time that further ones may take.
 FREE_LOOKS = 16
-SHARE_OF_LOOKS = 0.02
+SHARE_OF_LOOKS = 0.01
 
 # Read in one place, so that tests can have another clock.
-_CLOCK: Callable[[], float] = time.perf_counter
+CLOCK: Callable[[], float] = time.perf_counter
 
 
 def now() -> float:
     """Seconds, as budgets count them."""
-    return _CLOCK()
+    return CLOCK()
 
 
 class Capture:
@@ -167,25 +167,39 @@ class CaptureBudget:
 
 
 class Looks:
-    """Says whether it is worth while to look for a graph."""
+    """Says whether it is worth while to look for a graph.
+
+    Attributes:
+        until_s: when the next look is due.
+    """
 
     def __init__(self, free: int = FREE_LOOKS) -> None:
         """`free`: looks in vain, in a row, after which calls are eager without a look."""
         self._free = free
         self._in_vain = 0
-        self._at_s = -math.inf
+        self.until_s = -math.inf
 
     @property
     def rests(self) -> bool:
         """Whether the next call is eager without a look."""
-        return now() < self._at_s
+        return now() < self.until_s
 
-    def failed(self, seconds: float) -> None:
-        """Count a look that took so long and found no graph."""
-        self._in_vain += 1
-        if self._in_vain > self._free:
-            self._at_s = now() + seconds / SHARE_OF_LOOKS
+    @property
+    def mostly_in_vain(self) -> bool:
+        """Whether no look has found a graph for long."""
+        return self._in_vain > self._free
+
+    def failed(self, seconds: float, *, is_new: bool = True) -> None:
+        """Count a look that took so long and found no graph.
+
+        Args:
+            seconds: that it took.
+            is_new: whether the call is of another kind than those before.
+        """
+        self._in_vain += is_new
+        if self.mostly_in_vain:
+            self.until_s = now() + seconds / SHARE_OF_LOOKS
 
     def found(self) -> None:
         """Begin anew: there was a graph."""
-        self._in_vain, self._at_s = 0, -math.inf
+        self._in_vain, self.until_s = 0, -math.inf

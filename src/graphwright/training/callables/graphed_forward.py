@@ -218,7 +218,7 @@ class GraphedForward(FunctionStandIn):
             seconds: that it took to find out.
             is_new: whether no such call was seen before with the module as it is.
         """
-        self._looks.failed(seconds)
+        self._looks.failed(seconds, is_new=is_new)
         self._new_kinds += is_new
         self._rests_for = UNPAID if self._new_kinds > _MANY_NEW else NOT_YET
         self.statistics.eager[self._rests_for] += 1
