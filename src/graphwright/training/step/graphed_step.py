@@ -51,7 +51,7 @@ _RETRY = 16
 _REFUSED = "it cannot be captured"
 _UNPAID = "capturing does not pay off"
 # Kinds of steps without a graph that are remembered, in case they come back.
-_MAX_SEEN = 16
+_MAX_SEEN = 256
 # How many graphs are kept whose options are others than at present: these may come back.
 _MAX_KEPT = 3
 
