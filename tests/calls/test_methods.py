@@ -236,7 +236,7 @@ def test_what_a_method_does_with_self_is_done_with_the_module() -> None:
             return {
                 "factor": type(self).FACTOR,
                 "instances": (isinstance(self, Model), isinstance(module, type(self))),
-                "classes": (self.__class__, type(self) == Doing, hash(type(self)) == hash(Doing)),
+                "classes": (self.__class__, {Doing: True}.get(type(self))),
                 "names": (type(self).__name__, type(self).__qualname__, type(self).__module__),
                 "new": type(type(self)()),
                 "equal": (self == module, module == self, self in {module: 1}, self == x),
@@ -251,7 +251,7 @@ def test_what_a_method_does_with_self_is_done_with_the_module() -> None:
     assert graphed.statistics.captures == 1
     assert found["factor"] == 3
     assert found["instances"] == (True, True)
-    assert found["classes"] == (Doing, True, True)
+    assert found["classes"] == (Doing, True)
     assert found["names"] == (Doing.__name__, Doing.__qualname__, Doing.__module__)
     assert found["new"] is Doing
     assert found["equal"] == (True, True, True, False)
@@ -453,7 +453,8 @@ def test_a_method_that_calls_parts_alone_names_the_line_to_write(
     torch.testing.assert_close(result, module.decode(x))
     assert [warning.filename for warning in told] == [__file__]
     text = str(told[0].message)
-    assert f"calls parts of the model (parts.0, parts.1) and not the model itself, which is what {maker}() answers" in text  # fmt: skip
+    assert "calls parts of the model (parts.0, parts.1) and not the model itself" in text
+    assert f"which is what {maker}() answers." in text
     assert text.endswith(f"Write {LINES[maker]}.")
     made.decode(x)
     gw.graph(module).decode(x)  # It was told of this module.

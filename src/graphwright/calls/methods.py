@@ -33,7 +33,7 @@ from ..errors import is_own, warn_of_fallback
 from .code import codes, function_of
 from .dependencies import BACKWARD_HOOKS, FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from .modes import opaque
-from .signature import Args, Kwargs, inside_transform
+from .signature import inside_transform
 
 # Attributes by which a method calls its own module.
 _CALLS = frozenset(("__call__", "forward", "_call_impl", "_wrapped_call_impl", "_slow_forward"))
@@ -152,7 +152,10 @@ class Methods:
         kind = type(self._module)
         if "" in ran:
             why = f"it calls the model where {self._maker}() cannot answer"
-            remedy = "Write model.forward = graphwright.graph(model.forward)."
+            remedy = "Write model.forward = graphwright.graph(model.forward)"
+            # A cache of another kind grows, so that no two calls are alike.
+            static = name == "generate" and hasattr(self._module, "generation_config")
+            remedy += ', and pass cache_implementation="static" to generate().' if static else "."
         else:
             paths = [*ran][:3]
             one = len(ran) == 1
@@ -218,7 +221,7 @@ class _RunningParts:
 
 
 def calls_itself(function: Any, kind: type) -> bool:
-    """Whether a method may call its own module, or hand it to others, by itself or by another method.
+    """Whether a method may call its own module or hand it to others, itself or by another method.
 
     What compares its module by identity says no: `self` has to be the module there.
 
@@ -351,7 +354,7 @@ class _SelfOfMethods(nn.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._graphwright_answers[0](*args, **kwargs)
 
-    @property  # type: ignore[misc]  # the module's, for isinstance() and super()
+    @property  # The module's, for isinstance() and super().
     def __class__(self) -> type:
         return self._graphwright_answers[1].__class__
 
