@@ -193,13 +193,17 @@ class StaticInputs:
         if not self._staged:
             return
         if self._staging is None:
-            self._staging = Staging([memory for memory, _ in self._staged])
-        with torch.no_grad(), self._staging.buffers() as buffers:
-            for buffer, (_, staged) in zip(buffers, self._staged, strict=True):
-                for slot, place in staged:
-                    geometry = self.geometries[slot]
-                    assert geometry is not None
-                    copy(leaves[slot], geometry.at(buffer, place))
+            self._staging = Staging([memory for memory, _ in self._staged], self._views_in, copy)
+        with torch.no_grad():
+            self._staging.send(leaves)
+
+    def _views_in(self, parts: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """The arguments on the host in other memory, a part for each of their storages."""
+        return [
+            (slot, Geometry.of(self.tensor(slot)).at(part, place))
+            for part, (_, staged) in zip(parts, self._staged, strict=True)
+            for slot, place in staged
+        ]
 
     @property
     def sources(self) -> list[int]:
