@@ -7,6 +7,7 @@ the static inputs as such tensors are, although both are on the CPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -283,6 +284,96 @@ def test_a_step_takes_rewards(device: torch.device) -> None:
         torch.testing.assert_close(mine, its)
 
 
+@pytest.mark.long
+@torch.no_grad()
+def test_the_unet_takes_time_steps_of_the_scheduler(device: torch.device) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    unet = tiny_unet(diffusers).to(device).eval()
+    rand = functools.partial(torch.randn, device=device)
+    graphed, x, context = gw.graph(unet), rand(2, 4, 8, 8), rand(2, 7, 16)
+    scheduler = diffusers.DDIMScheduler()
+    scheduler.set_timesteps(10)
+    assert scheduler.timesteps.dtype is torch.int64
+    assert scheduler.timesteps.device.type == "cpu"
+    made = [graphed(x, t, context).sample for t in scheduler.timesteps]
+    for t, each in zip(scheduler.timesteps, made, strict=True):
+        torch.testing.assert_close(each, unet(x, t, context).sample)
+    assert graphed.statistics.captures == 1
+    assert graphed.statistics.hits == 10
+
+
+def tiny_unet(diffusers: Any) -> nn.Module:
+    made: nn.Module = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(16,),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D",),
+        up_block_types=("CrossAttnUpBlock2D",),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    return made
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `as_given` know tensors that are where the caller has them."""
+    init = StaticInputs.__init__
+
+    def noted(self: StaticInputs, sample: Any, allocate: Any, **options: Any) -> None:
+        init(self, sample, allocate, **options)
+        for slot in self.hosts if options.get("as_given") else ():
+            vars(self.tensor(slot))["as_given"] = True
+
+    monkeypatch.setattr(StaticInputs, "__init__", noted)
+
+
+def as_given(tensor: torch.Tensor) -> bool:
+    """Whether a run has a tensor where the caller has it: on the host, and no copy."""
+    return "as_given" in vars(tensor)
+
+
+@pytest.mark.usefixtures("told")
+@torch.no_grad()
+def test_a_call_that_needs_it_on_the_host_is_refused_by_name() -> None:
+    def computes(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return x * t if as_given(t) else x - t
+
+    def returns(x: torch.Tensor, t: torch.Tensor) -> Any:
+        return x * t if as_given(t) else (x * t, t)
+
+    def writes(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return x * (t.clone() if as_given(t) else t).add_(1)
+
+    for call in (computes, returns, writes):
+        with pytest.raises(gw.CaptureError, match=r"args\[1\] on the host: the call computes or"):
+            gw.capture(call, torch.randn(4), torch.arange(4))
+
+
+@pytest.mark.usefixtures("told")
+@torch.no_grad()
+def test_a_call_that_fails_with_a_copy_is_refused_by_name() -> None:
+    def packs(x: torch.Tensor, *, lengths: torch.Tensor) -> torch.Tensor:
+        if not as_given(lengths):
+            raise RuntimeError("'lengths' argument should be a 1D CPU int64 tensor")
+        return x * lengths
+
+    with pytest.raises(gw.CaptureError, match=r"lengths on the host: the call fails .* 1D CPU"):
+        gw.capture(packs, torch.randn(4), lengths=torch.arange(4))
+
+
+@torch.no_grad()
+def test_an_error_of_the_call_itself_stays_what_it_is(device: torch.device) -> None:
+    def fails(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("its own")
+
+    with pytest.raises(gw.CaptureError) as caught:
+        gw.capture(fails, torch.randn(4, device=device), torch.arange(4))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "on the host" not in str(caught.value)
+
+
 # Where a call runs; the meta device stands for a GPU.
 
 
@@ -319,36 +410,6 @@ def test_host_tensors_go_to_the_memory_of_the_device() -> None:
 
 def on_gpu(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda")
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-def test_the_unet_takes_time_steps_of_the_scheduler() -> None:
-    diffusers = pytest.importorskip("diffusers")
-    unet = tiny_unet(diffusers).cuda().eval()
-    graphed, x, context = gw.graph(unet), on_gpu(2, 4, 16, 16), on_gpu(2, 7, 32)
-    scheduler = diffusers.DDIMScheduler()
-    scheduler.set_timesteps(10)
-    assert scheduler.timesteps.device.type == "cpu"
-    made = [graphed(x, t, context).sample for t in scheduler.timesteps]
-    for t, each in zip(scheduler.timesteps, made, strict=True):
-        torch.testing.assert_close(each, unet(x, t, context).sample)
-    assert graphed.statistics.captures == 1
-    assert graphed.statistics.hits == 10
-
-
-def tiny_unet(diffusers: Any) -> nn.Module:
-    made: nn.Module = diffusers.UNet2DConditionModel(
-        sample_size=16,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=32,
-        attention_head_dim=8,
-        norm_num_groups=8,
-    )
-    return made
 
 
 @pytest.mark.gpu
