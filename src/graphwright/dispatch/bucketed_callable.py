@@ -26,7 +26,7 @@ from ..calls.signature import (
     quick_key,
     unflatten,
 )
-from ..errors import CaptureError, OptionError, PaddingError, SignatureError
+from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.taken_apart import (
@@ -68,8 +68,8 @@ _MANY_OBJECTS = (
     "the objects of most calls differ in more than their tensors, in a number that counts, say"
 )
 _MANY_FAMILIES = (
-    "most calls differ in more than the named sizes; pass plain values that change as tensors, and "
-    "name all sizes that vary"
+    "most calls differ in more than the named sizes{how}; pass plain values that change as "
+    "tensors, and name all sizes that vary"
 )
 
 
@@ -143,7 +143,7 @@ class BucketedCallable(GraphedCallable):
         except SignatureError as error:
             if plain:
                 return MISS  # It is refused by name, as other calls are.
-            return self._missed("no dynamic sizes", error.what, args, kwargs)
+            return self._missed("no dynamic sizes", in_a_row(error), args, kwargs)
         if plain and apart.kind not in self._give_objects:
             return MISS
         return self._answer_by_tensors(apart, args, kwargs)
@@ -236,7 +236,9 @@ class BucketedCallable(GraphedCallable):
             return self._answer_from_family(call, family, sizes)
         finally:
             seconds = time.perf_counter() - began
-            self._for_families.spend(seconds, self._answered(), _MANY_FAMILIES)
+            how = known[-1].signature.difference(call.signature, "captured")
+            reason = _MANY_FAMILIES.format(how=f" ({how})" if how else "")
+            self._for_families.spend(seconds, self._answered(), reason)
 
     def _answer_from_family(
         self, call: UncapturedCall, family: ShapeFamily, sizes: tuple[int, ...]
@@ -244,9 +246,12 @@ class BucketedCallable(GraphedCallable):
         selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
         if self.on_miss != "capture" and not family.prepared:
-            return self._missed(
-                "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
-            )
+            why = "prepare() was not called for this kind"
+            prepared = [each for each in state.families if each.prepared]
+            if prepared:
+                how = prepared[-1].signature.difference(call.signature, "prepared")
+                why += f": {how}" if how else ""
+            return self._missed("no graph fits", why, args, kwargs, sizes)
         try:
             gives_objects = family.returns_objects()
             answer = None if gives_objects else selector.answer(family, sizes)

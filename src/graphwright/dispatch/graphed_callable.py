@@ -53,6 +53,7 @@ from ..errors import (
     MemoryBudgetExceeded,
     SignatureError,
     VerificationError,
+    in_a_row,
     in_words,
     warn_of_fallback,
 )
@@ -401,9 +402,9 @@ class GraphedCallable(FunctionStandIn):
         except SignatureError as error:
             if torch.is_grad_enabled() and self.on_miss != "error":
                 # Tensors inside of it may require grad.
-                self._last_miss = error.what
-                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs)
-            return self._missed(_UNKNOWN_ARGUMENT, error.what, args, kwargs)
+                self._last_miss = in_a_row(error)
+                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs, self._last_miss)
+            return self._missed(_UNKNOWN_ARGUMENT, in_a_row(error), args, kwargs)
         if self._refused and refused is None:
             refused = self._refused.get(signature)
             if refused is not None and refused.budget.waits:
@@ -770,10 +771,10 @@ class GraphedCallable(FunctionStandIn):
             why = f"{category}: {reason}" if reason else category
             warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.", how)
 
-    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
+    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs, reason: str = "") -> Any:
         """Run the function as it is, with gradients."""
         self._tally.eager[category] += 1
-        self._tell(category)
+        self._tell(category, reason)
         with self._entries.turns.calling():
             return self.fn(*args, **kwargs)
 
@@ -987,7 +988,7 @@ class GraphedCallable(FunctionStandIn):
         recent = self._recent
         if recent is None:
             return "nothing has been captured for the module as it is"
-        difference = recent.signature.differences(call.args, call.kwargs)
+        difference = recent.signature.differences(call.args, call.kwargs, "captured")
         change = recent.state.watch.changed()
         return difference or change or "the graph that fitted was closed"
 

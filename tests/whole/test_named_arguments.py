@@ -1,0 +1,231 @@
+"""Calls of another kind than was made for: what differs is named, with both values."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from test_artifacts import tuned_with
+from torch import nn
+
+import graphwright as gw
+from graphwright.calls.signature import CallSignature
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number, and takes any other keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0, **other: Any) -> torch.Tensor:
+        return self.linear(x) * scale
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The texts of the warnings of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return " ".join(str(each.message) for each in found)
+
+
+DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
+    "one keyword more": (
+        ((X,), {}),
+        ((X,), {"return_dict": True}),
+        "return_dict=True; tuned without it",
+    ),
+    "two more": (
+        ((X,), {}),
+        ((X,), {"a": None, "b": "c"}),
+        "a=None, b='c'; tuned without them",
+    ),
+    "one less": (
+        ((X,), {"return_dict": True}),
+        ((X,), {}),
+        "no return_dict; tuned with return_dict=True",
+    ),
+    "a tensor more": (
+        ((X,), {}),
+        ((X,), {"mask": X > 0}),
+        "mask, a tensor (2, 4) bool; tuned without it",
+    ),
+    "another value": (
+        ((X,), {"flag": True}),
+        ((X,), {"flag": False}),
+        "flag is bool False, tuned for bool True",
+    ),
+    "another number": (
+        ((X, 0.5), {}),
+        ((X, 2.0), {}),
+        "args[1] is float 2.0, tuned for float 0.5; a number that changes from call to call is "
+        "better passed as a tensor",
+    ),
+    "another container": (
+        ((X,), {"many": [X + 1]}),
+        ((X,), {"many": (X + 1,)}),
+        "many: other containers than tuned for, or in another order",
+    ),
+    "a longer list": (
+        (([1],), {}),
+        (([1, 2],), {}),
+        "args[0][1]=2; tuned without it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_what_differs_is_named_with_both_values(name: str) -> None:
+    one, other, text = DIFFERENCES[name]
+    assert CallSignature.of(*one).differences(*other, "tuned") == text
+
+
+def test_many_differences_are_counted() -> None:
+    text = CallSignature.of((), {}).differences((), {f"a{n}": n for n in range(9)})
+    assert text == "a0=0, a1=1, a2=2, a3=3, a4=4, a5=5 and 3 more; built without them"
+
+
+def test_tune_names_the_argument() -> None:
+    tuned = tuned_with("fused", Scaled().eval(), (X,))
+    text = told(lambda: tuned(X, return_dict=True))
+    assert "return_dict=True; tuned without it" in text
+    assert "last call that did not fit: return_dict=True; tuned without it" in tuned.explain()
+
+
+def test_tune_names_the_argument_where_eager_was_chosen() -> None:
+    tuned = tuned_with("eager", Scaled().eval(), (X,))
+    tuned(X)
+    assert "did not fit" not in tuned.explain()
+    tuned(X, return_dict=True)
+    assert "last call that did not fit: return_dict=True; tuned without it" in tuned.explain()
+    with torch.enable_grad():
+        tuned(X, other=1)
+    assert "last call that did not fit: other=1; tuned without it" in tuned.explain()
+
+
+def test_the_nearest_call_is_the_one_with_the_fewest_other_arguments() -> None:
+    samples = [((X,), {}), ((X,), {"a": 1, "b": 2})]
+    tuned = tuned_with("fused", Scaled().eval(), (), samples=samples)
+    assert "c=3; tuned without it" in told(lambda: tuned(X, a=1, b=2, c=3))
+
+
+def test_graph_names_the_argument() -> None:
+    graphed = gw.graph(Scaled().eval(), on_miss="eager")
+    graphed.prepare([(X,)])
+    graphed(X)
+    assert "return_dict=True; captured without it" in told(lambda: graphed(X, return_dict=True))
+
+
+def test_buckets_name_the_argument_and_not_the_sizes() -> None:
+    graphed = gw.graph(
+        Scaled().eval(),
+        on_miss="eager",
+        buckets=gw.Buckets(batch=[2, 4]),
+        dynamic_shapes={"x": {0: "batch"}},
+    )
+    graphed.prepare([(X,)])
+    text = told(lambda: graphed(X[:1], 2.0))
+    assert "prepare() was not called for this kind: args[1]=2.0; prepared without it" in text
+    assert "tensor" not in text
+
+
+def test_fuse_says_how_a_call_beyond_the_limit_differs() -> None:
+    fused = gw.fuse(Scaled().eval(), max_kinds=2, verify=False)
+    for scale in (0.5, 1.5):
+        fused(X, scale)
+    text = told(lambda: fused(X, 2.5))
+    assert "2 kinds of calls are fused, the most that max_kinds allows" in text
+    assert "args[1] is float 2.5, fused for float 1.5; a number that changes" in text
+    assert "is better passed as a tensor; raise max_kinds=, or pad to a few sizes" in text
+    assert "it could not be fused" not in fused.explain()
+
+
+def test_beyond_sixteen_kinds_one_is_fused_when_it_comes_again() -> None:
+    fused = gw.fuse(nn.Linear(4, 4).eval(), verify=False, measure=False)
+    sizes = [torch.ones(n, 4) for n in range(1, 20)]
+    text = told(lambda: [fused(x) for x in sizes])
+    assert "many kinds of calls are fused, and one more only when it comes again" in text
+    assert "args[0] is (17, 4) float32" in text
+    assert fused.calls["fused"] == 16
+    for x in sizes:
+        fused(x)
+    assert fused.calls["fused"] == 35
+
+
+def test_many_kinds_are_found_in_any_order_of_keywords() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+            return x * a + b
+
+    fused = gw.fuse(Adds().eval(), verify=False, measure=False)
+    for n in range(1, 8):
+        fused(torch.ones(n, 4), a=2.0, b=1.0)
+    assert torch.equal(fused(torch.ones(3, 4), b=1.0, a=2.0), torch.full((3, 4), 3.0))
+    assert len(fused._fusion.table) == 7
+
+
+def test_explain_says_what_was_answered_for_each_kind() -> None:
+    fused = gw.fuse(nn.Linear(4, 4).eval(), (X,), verify=False, measure=False)
+    for _ in range(3):
+        fused(X)
+    fused(X[:1])
+    lines = fused.explain().splitlines()
+    assert "fused for 2×4 float32: 3 calls answered, 0 changes" in lines
+    assert "fused for 1×4 float32: 1 call answered, 0 changes" in lines
+    for n in range(3, 12):
+        fused(torch.ones(n, 4))
+    assert "fused for 3 more kinds: 3 calls answered" in fused.explain()
+    assert max(map(len, fused.explain().splitlines())) <= 80
+
+
+ARRAYS = {
+    "array": (
+        numpy.ones(4, numpy.float32),
+        "args[1] is a NumPy array, and no graph would see its values change. "
+        "Pass a tensor: torch.from_numpy(args[1])",
+    ),
+    "float": (
+        numpy.float32(2),
+        "args[1] is a NumPy scalar of type float32. Pass float(args[1]), or a tensor if it "
+        "changes from call to call",
+    ),
+    "int": (numpy.int64(2), "args[1] is a NumPy scalar of type int64. Pass int(args[1])"),
+    "bool": (numpy.bool_(True), "Pass bool(args[1])"),
+    "date": (numpy.datetime64("2026-01-01"), "Pass a plain value: args[1].item()"),
+}
+
+
+class Takes(nn.Module):
+    """Takes anything beside a tensor."""
+
+    def forward(self, x: torch.Tensor, other: Any) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_what_numpy_made_is_named_with_what_to_pass_instead(name: str) -> None:
+    value, text = ARRAYS[name]
+    graphed, fused = gw.graph(Takes().eval()), gw.fuse(Takes().eval())
+    assert text in told(lambda: graphed(X, value))
+    assert text in graphed.explain()
+    assert text in told(lambda: [fused(X, value) for _ in range(2)])
+    with pytest.raises(gw.CaptureError) as caught:
+        gw.capture(Takes().eval(), X, value)
+    assert text in str(caught.value).replace("\n", " ")
+    with pytest.raises(gw.SignatureError) as refused:
+        gw.tune(Takes().eval(), (X, value), strategies=["eager"])
+    assert text in str(refused.value).replace("\n", " ")
