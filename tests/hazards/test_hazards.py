@@ -23,14 +23,12 @@ def applies(hazard: Hazard, device: torch.device) -> bool:
     return hazard.only in (None, device.type)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("hazard", NAMED)
 def test_hazard(hazard: Hazard, device: torch.device) -> None:
     if applies(hazard, device):
         hazard.check(device)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("hazard", NAMED)
 def test_hazard_shows_without_its_protection(
     hazard: Hazard, device: torch.device, monkeypatch: pytest.MonkeyPatch

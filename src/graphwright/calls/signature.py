@@ -24,7 +24,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import OptionError, SignatureError, in_a_row
-from .objects import apart, build, has_nodes, has_objects
+from .objects import apart, build, every_class_in, has_nodes, has_objects
 from .options import shown
 from .switches import CALL_NAMES, CUDA, autocast, lasting_switches
 
@@ -507,6 +507,27 @@ class CallSignature:
     def has_objects(self) -> bool:
         """Whether objects among the arguments were taken apart."""
         return self.objects and has_nodes(self.spec)
+
+    @functools.cached_property
+    def in_objects(self) -> tuple[tuple[pytree.TreeSpec, tuple[Any, ...]], ...]:
+        """The arguments that hold objects: the tree of each, with its leaves."""
+        if not self.has_objects:
+            return ()
+        args, kwargs = self.spec.children()
+        found, start = [], 0
+        for spec in (*args.children(), *kwargs.children()):
+            end = start + spec.num_leaves
+            if has_nodes(spec):
+                found.append((spec, self.leaves[start:end]))
+            start = end
+        return tuple(found)
+
+    @property
+    def holds_static(self) -> bool:
+        """Whether an object is a static cache, as transformers names those of a fixed size."""
+        return any(
+            "Static" in cls.__name__ for spec, _ in self.in_objects for cls in every_class_in(spec)
+        )
 
     @functools.cached_property
     def wants_grad(self) -> bool:

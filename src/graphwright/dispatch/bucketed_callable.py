@@ -6,7 +6,6 @@ padding is proved to change nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,7 +43,6 @@ from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
 from ..shapes.selection import MAX_FAMILIES, BucketSelector
-from .capture_budget import CaptureBudget
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache
 from .graphed_callable import (
@@ -130,10 +128,6 @@ class BucketedCallable(GraphedCallable):
         # Kinds of calls whose results alone hold objects.
         self._give_objects: set[Any] = set()
 
-    def _new_budgets(self) -> None:
-        super()._new_budgets()
-        self._for_families = CaptureBudget()
-
     def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
         plain = quick_key(args, kwargs) is not None or not holds_objects(args, kwargs)
         if plain and not self._give_objects:
@@ -204,9 +198,6 @@ class BucketedCallable(GraphedCallable):
             return self._answer_padded(found, args, kwargs)
         return super()._answer_unusual(found, args, kwargs)
 
-    def _waiting_budget(self, args: Args, kwargs: Kwargs) -> CaptureBudget | None:
-        return None  # Most calls are padded to one that has a graph.
-
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         try:
             return self._answer_from_buckets(call)
@@ -216,7 +207,7 @@ class BucketedCallable(GraphedCallable):
     def _answer_from_buckets(self, call: UncapturedCall) -> Any:
         selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
-        known, began = list(state.families), time.perf_counter()
+        known = list(state.families)
         try:
             family, sizes = selector.family(state.families, call.signature, args, kwargs, call.grad)
         except SignatureError as error:
@@ -226,19 +217,26 @@ class BucketedCallable(GraphedCallable):
                 return self._capture_and_answer(call, sizes)
             why = "an argument's dimensions lie in memory in another order than a bucket's"
             return self._missed("another order in memory", why, args, kwargs, sizes)
-        if not known or any(family is other for other in known) or self.on_miss != "capture":
+        if any(family is other for other in known) or self.on_miss != "capture":
             return self._answer_from_family(call, family, sizes)
         # A family has proofs and graphs of its own, as for a plain value that is new in each call.
-        if self._for_families.waits:
-            state.families = known
-            return self._wait(self._for_families, UNPAID, args, kwargs, sizes)
-        try:
-            return self._answer_from_family(call, family, sizes)
-        finally:
-            seconds = time.perf_counter() - began
-            how = known[-1].signature.difference(call.signature, "captured")
-            reason = _MANY_FAMILIES.format(how=f" ({how})" if how else "")
-            self._for_families.spend(seconds, self._answered(), reason)
+        is_new, comes_back = super()._sight(call)
+        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+            if capture.allowed:
+                return self._answer_from_family(call, family, sizes)
+        state.families = known
+        return self._answer_miss(self._postpone(call, is_new=is_new), args, kwargs, sizes)
+
+    def _sight(self, call: UncapturedCall) -> tuple[bool, bool]:
+        is_new, comes_back = super()._sight(call)
+        # The caller has named the sizes that come back.
+        named = is_new and bool(call.state.families) and not self._entries.is_full()
+        return is_new, comes_back or named
+
+    def _why_kinds_differ(self, call: UncapturedCall) -> tuple[str, str]:
+        known = call.state.families
+        how = known[-1].signature.difference(call.signature, "captured") if known else None
+        return "families", _MANY_FAMILIES.format(how=f" ({how})" if how else "")
 
     def _answer_from_family(
         self, call: UncapturedCall, family: ShapeFamily, sizes: tuple[int, ...]

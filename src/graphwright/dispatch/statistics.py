@@ -126,7 +126,7 @@ class Tally:
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
-        self.eager: Counter[str] = Counter()
+        self._eager: dict[str, list[int]] = {}
         self.in_parts = 0
         self.audits = 0
         self.split: Counter[Sizes] = Counter()
@@ -138,6 +138,15 @@ class Tally:
         self._names = names
         self._past = 0
         self._exact: Counter[Sizes] = Counter()
+
+    @property
+    def eager(self) -> dict[str, int]:
+        """Eager calls, by reason."""
+        return {reason: count for reason, (count,) in self._eager.items() if count}
+
+    def eager_for(self, reason: str) -> list[int]:
+        """The number of eager calls for a reason, as a list of one that the caller counts up."""
+        return self._eager.setdefault(reason, [0])
 
     def forget(self, entry: CacheEntry) -> None:
         """Keep the counts of an entry that is discarded."""
@@ -155,6 +164,10 @@ class Tally:
     def answered(self, ready: Iterable[CacheEntry]) -> int:
         """How many calls graphs have answered."""
         return self._past + sum(entry.hits for entry in ready) + sum(self.padded.values())
+
+    def calls(self, ready: Iterable[CacheEntry]) -> int:
+        """How many calls there were."""
+        return self.answered(ready) + sum(self.eager.values()) + self.in_parts
 
     def statistics(
         self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
@@ -180,7 +193,7 @@ class Tally:
         return CallStatistics(
             hits=self.answered(entries),
             captures=captures,
-            eager=dict(self.eager),
+            eager=self.eager,
             audits=self.audits,
             graphs=len(entries),
             nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),
