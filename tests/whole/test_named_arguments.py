@@ -229,3 +229,62 @@ def test_what_numpy_made_is_named_with_what_to_pass_instead(name: str) -> None:
     with pytest.raises(gw.SignatureError) as refused:
         gw.tune(Takes().eval(), (X, value), strategies=["eager"])
     assert text in str(refused.value).replace("\n", " ")
+
+
+def test_explain_counts_a_call_that_is_captured_once() -> None:
+    graphed = gw.graph(nn.Linear(4, 4).eval())
+    for _ in range(3):
+        graphed(X)
+    assert "3 calls answered by graphs, 1 capture (in 1 of these calls)" in graphed.explain()
+    graphed.prepare([(X[:1],)])
+    assert "3 calls answered by graphs, 2 captures (in 1 of these calls)" in graphed.explain()
+    assert graphed.statistics.after_capture == 1
+
+
+def test_a_padded_call_that_is_captured_is_counted_once() -> None:
+    buckets = gw.Buckets(batch=[2, 4])
+    shapes = {"input": {0: "batch"}}
+    graphed = gw.graph(nn.Linear(4, 4).eval(), buckets=buckets, dynamic_shapes=shapes)
+    for n in (1, 1, 2):
+        graphed(X[:n])
+    assert "3 calls answered by graphs, 1 capture (in 1 of these calls)" in graphed.explain()
+
+
+class Cache:
+    """Holds a tensor, as a cache of keys and values does."""
+
+    def __init__(self, size: int) -> None:
+        self.keys = torch.ones(size, 4)
+
+
+class StaticCache(Cache):
+    """Is of one size for good."""
+
+
+class Reads(nn.Module):
+    """Reads from a cache."""
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return x + cache.keys.sum()
+
+
+def calls_of(kind: type[Cache], *, grows: bool) -> str:
+    """What is said of calls whose cache, or else the other argument, is of another size in each."""
+    graphed = gw.graph(Reads().eval())
+    calls = []
+    for n in range(1, 40):
+        x = X if grows else torch.ones(n, 4)
+        calls += [(x, kind(n if grows else 3))] * 2
+    return told(lambda: [graphed(*call) for call in calls])
+
+
+def test_a_static_cache_is_named_only_to_those_who_pass_none() -> None:
+    grows = "objects among the arguments are of other shapes in most calls"
+    assert f"{grows}; pass a cache whose tensors keep their shapes" in calls_of(Cache, grows=True)
+    static = calls_of(StaticCache, grows=True)
+    assert f"{grows}; pass one of the same size in each call" in static
+    assert "such as transformers' StaticCache" not in static
+    for kind in (Cache, StaticCache):
+        text = calls_of(kind, grows=False)
+        assert "StaticCache" not in text
+        assert "args[0] is" in text

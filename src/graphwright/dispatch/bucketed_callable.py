@@ -302,6 +302,7 @@ class BucketedCallable(GraphedCallable):
         values = plan.pad(leaves)
         padded, named = unflatten(values, family.sampler.spec)
         full = CallSignature.of(padded, named)
+        captures = self._entries.captures
         entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
             return self._answer_miss(entry, args, kwargs, plan.sizes)
@@ -330,7 +331,9 @@ class BucketedCallable(GraphedCallable):
             if len(self._quick) >= MAX_QUICK:
                 self._quick.clear()
             self._quick[key] = padded_call
-        return self._run_padded(padded_call, args, kwargs, leaves, values)
+        result = self._run_padded(padded_call, args, kwargs, leaves, values)
+        self._tally.after_capture += self._entries.captures > captures
+        return result
 
     def _answer_padded(self, padded_call: _PaddedCall, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call whose padding is known by its shapes, once all else about it is checked."""

@@ -479,7 +479,11 @@ class GraphedCallable(FunctionStandIn):
         if isinstance(entry, Miss):
             return self._answer_miss(entry, call.args, call.kwargs)
         entry.sizes = sizes
-        return self._answer(entry, call.args, call.kwargs)
+        before = entry.hits
+        result = self._answer(entry, call.args, call.kwargs)
+        if not before:
+            self._tally.after_capture += min(entry.hits, 1)
+        return result
 
     def _entry_for(self, call: UncapturedCall) -> CacheEntry | Miss:
         """The entry for a call, captured now if need be and allowed; else why there is none."""
