@@ -278,7 +278,7 @@ def calls_of(kind: type[Cache], *, grows: bool) -> str:
     return told(lambda: [graphed(*call) for call in calls])
 
 
-def test_a_static_cache_is_named_only_to_those_who_pass_none() -> None:
+def test_a_static_cache_is_named_only_to_those_who_pass_none(clock: Any) -> None:
     grows = "objects among the arguments are of other shapes in most calls"
     assert f"{grows}; pass a cache whose tensors keep their shapes" in calls_of(Cache, grows=True)
     static = calls_of(StaticCache, grows=True)
