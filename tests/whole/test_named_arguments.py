@@ -288,3 +288,61 @@ def test_a_static_cache_is_named_only_to_those_who_pass_none(clock: Any) -> None
         text = calls_of(kind, grows=False)
         assert "StaticCache" not in text
         assert "args[0] is" in text
+
+
+class Passes(nn.Module):
+    """Passes messages along the edges of a graph."""
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+
+
+class Bags(nn.Module):
+    """Sums the rows of each bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(16, 4, mode="sum")
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.bags(ids, offsets)
+
+
+EDGES = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
+TOGETHER: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
+    "edges": (
+        Passes,
+        {"x": None, "edge_index": {1: "n"}},
+        (torch.randn(3, 4), EDGES),
+        "edge_index holds positions that go with x",
+    ),
+    "bags": (
+        Bags,
+        {"ids": {0: "n"}, "offsets": None},
+        (torch.tensor([3, 1, 4, 5]), torch.tensor([0, 2])),
+        "offsets holds positions that go with ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_buckets_name_what_moves_with_a_padded_argument(name: str) -> None:
+    make, shapes, call, text = TOGETHER[name]
+    named = dict(zip(shapes, call, strict=True))
+    graphed = gw.graph(make().eval(), buckets=gw.Buckets(n=[8]), dynamic_shapes=shapes)
+    with pytest.raises(gw.PaddingError) as refused:
+        graphed.prepare([named])
+    assert text in str(refused.value)
+    assert "No pad value can help" in str(refused.value)
+    assert "mask" not in str(refused.value)
+    assert text in told(lambda: graphed(**named))
+
+
+def test_other_models_are_still_told_of_masks() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean(0)
+
+    graphed = gw.graph(Mean(), buckets=gw.Buckets(n=[8]), dynamic_shapes={"x": {0: "n"}})
+    with pytest.raises(gw.PaddingError, match="If a mask could tell padding from data"):
+        graphed.prepare([(X,)])

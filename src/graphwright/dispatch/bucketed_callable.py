@@ -42,6 +42,7 @@ from ..shapes.dimensions import portable
 from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
+from ..shapes.positions import HOLDS_POSITIONS
 from ..shapes.selection import MAX_FAMILIES, BucketSelector
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache
@@ -533,12 +534,20 @@ class BucketedCallable(GraphedCallable):
                 raise self._padding_error(why)
 
     def _padding_error(self, why: str) -> PaddingError:
+        remedy = "Leave the buckets out, or change this in the function."
+        if HOLDS_POSITIONS in why:
+            remedy = (
+                "No pad value can help, since it is a position too. Leave that dimension out of "
+                "the buckets, or pad these arguments yourself, so that what is added points at "
+                "what is added."
+            )
+        elif " padded from " in why:
+            remedy = (
+                "If a mask could tell padding from data, pass one and declare its value there: "
+                "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
+            )
         return PaddingError(
-            f"{name_of(self.fn)} may not be padded to a bucket: {why}.",
-            remedy="If a mask could tell padding from data, pass one and declare its value there: "
-            "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
-            if " padded from " in why
-            else "Leave the buckets out, or change this in the function.",
+            f"{name_of(self.fn)} may not be padded to a bucket: {why}.", remedy=remedy
         )
 
     def _options(self) -> dict[str, Any]:
