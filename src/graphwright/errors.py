@@ -101,6 +101,11 @@ def is_the_user_s(file: str) -> bool:
     return not file.startswith(_NOT_THE_USER_S)
 
 
+def is_own(file: str) -> bool:
+    """Whether a source file is graphwright's."""
+    return file.startswith(_OWN_ROOT)
+
+
 def user_frame(error: BaseException) -> str | None:
     """`file:line` of the innermost frame that is neither torch's, graphwright's nor Python's own.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hazards_of_breaks  # noqa: F401  # adds its checks to the list
 import hazards_of_callables  # noqa: F401  # likewise
+import hazards_of_host_arguments  # noqa: F401  # likewise
 import hazards_of_objects  # noqa: F401  # likewise
 import hazards_of_padding  # noqa: F401  # likewise
 import hazards_of_steps  # noqa: F401  # likewise

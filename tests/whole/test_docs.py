@@ -26,6 +26,8 @@ ELSEWHERE = {
     "docs/moving-from/make-graphed-callables.md": {"gpu": 1},
     "docs/moving-from/reduce-overhead.md": {"slow": 2},
 }
+# Pages that import many libraries.
+LONG = {"docs/how-to/libraries.md"}
 # Text that no block above it prints: output of commands, and tables of measured times.
 NOT_COMPARED = {"docs/how-to/several-shapes.md": 1, "docs/how-to/operators.md": 1}
 # What differs from run to run.
@@ -50,7 +52,10 @@ def cases() -> Iterator[object]:
             yield pytest.param(
                 page,
                 mark,
-                marks=[getattr(pytest.mark, mark)] if mark else [],
+                marks=[
+                    *([getattr(pytest.mark, mark)] if mark else []),
+                    *([pytest.mark.long] if name_of(page) in LONG else []),
+                ],
                 id=" ".join(filter(None, (name_of(page), mark))),
             )
 

@@ -386,6 +386,7 @@ class TunedModule(ModuleProxy):
     """
 
     __slots__ = ("_choice",)
+    _graphwright_maker = "tune"
     _graphwright_trains = False
     _choice: _Choice
 

@@ -168,12 +168,12 @@ def is_operator(key: Any) -> bool:
     )
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """A code and those of its inner functions."""
     yield code
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
-            yield from _codes(value)
+            yield from codes(value)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,7 +181,7 @@ def names_of(code: types.CodeType) -> frozenset[str]:
     """Names and strings in a code, including inner functions and what it evaluates."""
     found: set[str] = set()
     strings: set[str] = set()
-    for each in _codes(code):
+    for each in codes(code):
         found |= set(each.co_names)
         for value in each.co_consts:
             for part in value if isinstance(value, tuple) else (value,):
@@ -214,7 +214,7 @@ def stored_names(code: types.CodeType) -> frozenset[str]:
 def _imports(code: types.CodeType) -> frozenset[str]:
     """Names that code imports from, as they are written: `.settings`, `json`."""
     found, level = set(), 0
-    for each in _codes(code):
+    for each in codes(code):
         for step in dis.get_instructions(each):
             if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and type(step.argval) is int:
                 level = step.argval
@@ -224,7 +224,7 @@ def _imports(code: types.CodeType) -> frozenset[str]:
 
 
 def _steps(code: types.CodeType) -> Iterator[dis.Instruction]:
-    for each in _codes(code):
+    for each in codes(code):
         yield from dis.get_instructions(each)
 
 

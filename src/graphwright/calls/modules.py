@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,9 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from ..errors import OptionError, levels_above
+from ..errors import OptionError
 from .dependencies import Called, Dependencies
 from .introspection import StandIn, attribute_of, describe_as, may_be_looked_up, signature_of
+from .methods import Methods
 from .modes import opaque
 from .signature import Args, Kwargs
 
@@ -24,16 +24,12 @@ from .signature import Args, Kwargs
 # torch.compile would take the proxy for compiled, or refuse it.
 _OF_TORCH_COMPILE = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
 # What a proxy must have of its own, or not at all, before it is complete.
-_OWN = ("_original", "_innermost", "_described")
+_OWN = ("_original", "_innermost", "_described", "_graphwright_methods")
 _OUR_PACKAGE = f"{__name__.partition('.')[0]}."
 # Methods of nn.Module that look up the module's attributes by name, where a proxy has some of its
 # own; and those that make a call, which are the proxy's.
 _BY_NAME = frozenset(("get_submodule", "set_submodule", "get_parameter", "get_buffer"))
 _OF_CALLS = frozenset(("_call_impl", "_slow_forward", "_wrapped_call_impl", "forward"))
-# Methods that transformers and Lightning call of a model, and that call the model in turn.
-_CALL_THE_MODULE = frozenset(
-    ("generate", "training_step", "validation_step", "test_step", "predict_step")
-)
 # Special methods that every object has and a module may define anew.
 _OF_OBJECTS = frozenset(
     (
@@ -62,8 +58,6 @@ _CLASSES: weakref.WeakValueDictionary[tuple[type, weakref.ref[type]], type] = (
 )
 # The class of an object, whatever it says that it is.
 _CLASS: Any = vars(object)["__class__"]
-# Modules whose users were warned that a method bypasses what stands for them.
-_WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _HiddenAttribute:
@@ -74,24 +68,6 @@ class _HiddenAttribute:
 
     def __set__(self, owner: object, value: Any) -> None:
         raise AttributeError
-
-
-def _warning_once(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that loses what a proxy is there for, and says so at its first call."""
-
-    @functools.wraps(method)
-    def warned(*args: Any, **kwargs: Any) -> Any:
-        if module not in _WARNED_OF:
-            _WARNED_OF.add(module)
-            warnings.warn(
-                f"{method.__name__}() of {type(module).__name__} calls the module itself: these "
-                "calls are eager and are not counted.",
-                RuntimeWarning,
-                stacklevel=levels_above(),
-            )
-        return method(*args, **kwargs)
-
-    return warned
 
 
 @opaque
@@ -123,6 +99,10 @@ class ModuleProxy(nn.Module, StandIn):
     _innermost: nn.Module
     # The forward of the module, and a function that looks like it.
     _described: tuple[Any, types.FunctionType] | None
+    # The methods of the module, once one was looked up.
+    _graphwright_methods: Methods | None
+    # The function of graphwright that made it.
+    _graphwright_maker = ""
 
     def __init__(self, module: nn.Module) -> None:
         # Both share one dictionary: whatever is set on one is set on the other.
@@ -131,6 +111,7 @@ class ModuleProxy(nn.Module, StandIn):
         inner = module._innermost if isinstance(module, ModuleProxy) else module
         object.__setattr__(self, "_innermost", inner)
         object.__setattr__(self, "_described", None)
+        object.__setattr__(self, "_graphwright_methods", None)
         _CLASS.__set__(self, _with_operators(type(self), type(inner)))
         if isinstance(inner, FunctionModule) and isinstance(inner._function, types.MethodType):
             _watch_assignments()
@@ -202,7 +183,6 @@ class ModuleProxy(nn.Module, StandIn):
         # Copying and unpickling ask for `_original` before it is set.
         if name in _OWN or name in _OF_TORCH_COMPILE:
             raise AttributeError(name)
-        # Methods of the module's class; what they call is the module, not this object.
         inner = self._innermost
         try:
             if isinstance(inner, FunctionModule) and name.startswith("__"):
@@ -212,9 +192,22 @@ class ModuleProxy(nn.Module, StandIn):
             if not isinstance(inner, FunctionModule) or not may_be_looked_up(name):
                 raise
             found = attribute_of(self, inner._function, name)
-        if name in _CALL_THE_MODULE and isinstance(found, types.MethodType):
-            return _warning_once(self._original, found)
+        if isinstance(found, types.MethodType) and not torch.compiler.is_compiling():
+            return self._graphwright_bound(name, found)
         return found
+
+    def _graphwright_bound(self, name: str, method: types.MethodType) -> types.MethodType:
+        """A method of the module, or of a part, whose calls of the module reach this object."""
+        inner = self._innermost
+        if type(inner).__module__.startswith(_OUR_PACKAGE):
+            return method
+        if not isinstance(method.__self__, nn.Module) or isinstance(method.__self__, StandIn):
+            return method
+        if self._graphwright_methods is None:
+            object.__setattr__(
+                self, "_graphwright_methods", Methods(self, inner, self._graphwright_maker)
+            )
+        return self._graphwright_methods.bound(name, method)  # type: ignore[union-attr]  # just set
 
     def __setattr__(self, name: str, value: Any) -> None:
         # By the module's own class, which may have a property of that name.

@@ -102,7 +102,8 @@ _MAX_REFUSED = 1024
 _TIMED = frozenset({"cuda"})
 _FIRST_IN_SEGMENTS = 6
 _FIRST_CARRIED_CALLS = 5
-# States without a graph that are remembered where hardly any comes back: each takes time to compare.
+# States without a graph that are remembered where hardly any comes back: each takes a while to
+# compare.
 _FEW_BARE = 3
 # New kinds of calls in a row, of which none comes back, before a caller is told.
 _MANY_NEW = 16

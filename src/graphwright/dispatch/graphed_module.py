@@ -30,6 +30,7 @@ class GraphedModule(ModuleProxy):
     """
 
     __slots__ = ("_graphs",)
+    _graphwright_maker = "graph"
 
     _graphs: GraphedCallable
 

@@ -299,6 +299,7 @@ class FusedModule(ModuleProxy):
     """
 
     __slots__ = ("_fusion",)
+    _graphwright_maker = "fuse"
     _graphwright_trains = False
 
     _fusion: _Fusion

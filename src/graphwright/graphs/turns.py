@@ -143,8 +143,8 @@ class Turns:
 
     def _wait_for_calls(self) -> None:
         end = time.monotonic() + PATIENCE_S
-        # Calls of threads that are now capturing do nothing else.
-        while set(list(self._calls)) - self._captures.keys() and not self._open:
+        # Calls of threads that are now capturing do nothing else. A copy first: others add to it.
+        while {*self._calls.copy()} - self._captures.keys() and not self._open:
             if not self._free.wait(max(0.0, end - time.monotonic())):
                 raise Busy(
                     f"Other threads were in eager calls of the same model for {PATIENCE_S:g} s.",

@@ -53,13 +53,15 @@ def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[to
 
 
 def device_of_training(parameters: Sequence[torch.Tensor], batch: Any) -> torch.device:
-    """The one device of parameters and batch.
+    """The one device of parameters and batch; tensors of the batch may be on the host.
 
     Raises:
         CaptureError: there are several devices, or none.
     """
     devices = {p.device for p in parameters}
     theirs = {t.device for t in tensors_of(batch)}
+    if any(device.type != "cpu" for device in devices | theirs):
+        theirs = {device for device in theirs if device.type != "cpu"}
     if len(devices | theirs) > 1:
         raise CaptureError(
             f"The parameters are on {_names(devices)}, the batch on {_names(theirs)}.",
