@@ -25,7 +25,7 @@ from ..calls.signature import (
     quick_key,
     unflatten,
 )
-from ..errors import CaptureError, OptionError, PaddingError, SignatureError
+from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.taken_apart import (
@@ -42,6 +42,7 @@ from ..shapes.dimensions import portable
 from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
+from ..shapes.positions import HOLDS_POSITIONS
 from ..shapes.selection import MAX_FAMILIES, BucketSelector
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache
@@ -66,8 +67,8 @@ _MANY_OBJECTS = (
     "the objects of most calls differ in more than their tensors, in a number that counts, say"
 )
 _MANY_FAMILIES = (
-    "most calls differ in more than the named sizes; pass plain values that change as tensors, and "
-    "name all sizes that vary"
+    "most calls differ in more than the named sizes{how}; pass plain values that change as "
+    "tensors, and name all sizes that vary"
 )
 
 
@@ -137,7 +138,7 @@ class BucketedCallable(GraphedCallable):
         except SignatureError as error:
             if plain:
                 return MISS  # It is refused by name, as other calls are.
-            return self._missed("no dynamic sizes", error.what, args, kwargs)
+            return self._missed("no dynamic sizes", in_a_row(error), args, kwargs)
         if plain and apart.kind not in self._give_objects:
             return MISS
         return self._answer_by_tensors(apart, args, kwargs)
@@ -234,7 +235,9 @@ class BucketedCallable(GraphedCallable):
         return is_new, comes_back or named
 
     def _why_kinds_differ(self, call: UncapturedCall) -> tuple[str, str]:
-        return "families", _MANY_FAMILIES
+        known = call.state.families
+        how = known[-1].signature.difference(call.signature, "captured") if known else None
+        return "families", _MANY_FAMILIES.format(how=f" ({how})" if how else "")
 
     def _answer_from_family(
         self, call: UncapturedCall, family: ShapeFamily, sizes: tuple[int, ...]
@@ -242,9 +245,12 @@ class BucketedCallable(GraphedCallable):
         selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
         if self.on_miss != "capture" and not family.prepared:
-            return self._missed(
-                "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
-            )
+            why = "prepare() was not called for this kind"
+            prepared = [each for each in state.families if each.prepared]
+            if prepared:
+                how = prepared[-1].signature.difference(call.signature, "prepared")
+                why += f": {how}" if how else ""
+            return self._missed("no graph fits", why, args, kwargs, sizes)
         try:
             gives_objects = family.returns_objects()
             answer = None if gives_objects else selector.answer(family, sizes)
@@ -297,6 +303,7 @@ class BucketedCallable(GraphedCallable):
         values = plan.pad(leaves)
         padded, named = unflatten(values, family.sampler.spec)
         full = CallSignature.of(padded, named)
+        captures = self._entries.captures
         entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
             return self._answer_miss(entry, args, kwargs, plan.sizes)
@@ -325,7 +332,9 @@ class BucketedCallable(GraphedCallable):
             if len(self._quick) >= MAX_QUICK:
                 self._quick.clear()
             self._quick[key] = padded_call
-        return self._run_padded(padded_call, args, kwargs, leaves, values)
+        result = self._run_padded(padded_call, args, kwargs, leaves, values)
+        self._tally.after_capture += self._entries.captures > captures
+        return result
 
     def _answer_padded(self, padded_call: _PaddedCall, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call whose padding is known by its shapes, once all else about it is checked."""
@@ -525,12 +534,20 @@ class BucketedCallable(GraphedCallable):
                 raise self._padding_error(why)
 
     def _padding_error(self, why: str) -> PaddingError:
+        remedy = "Leave the buckets out, or change this in the function."
+        if HOLDS_POSITIONS in why:
+            remedy = (
+                "No pad value can help, since it is a position too. Leave that dimension out of "
+                "the buckets, or pad these arguments yourself, so that what is added points at "
+                "what is added."
+            )
+        elif " padded from " in why:
+            remedy = (
+                "If a mask could tell padding from data, pass one and declare its value there: "
+                "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
+            )
         return PaddingError(
-            f"{name_of(self.fn)} may not be padded to a bucket: {why}.",
-            remedy="If a mask could tell padding from data, pass one and declare its value there: "
-            "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
-            if " padded from " in why
-            else "Leave the buckets out, or change this in the function.",
+            f"{name_of(self.fn)} may not be padded to a bucket: {why}.", remedy=remedy
         )
 
     def _options(self) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from ..errors import (
     MemoryBudgetExceeded,
     SignatureError,
     VerificationError,
+    in_a_row,
     in_words,
     warn_of_fallback,
 )
@@ -421,9 +422,9 @@ class GraphedCallable(FunctionStandIn):
         except SignatureError as error:
             if torch.is_grad_enabled() and self.on_miss != "error":
                 # Tensors inside of it may require grad.
-                self._last_miss = error.what
-                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs)
-            return self._missed(_UNKNOWN_ARGUMENT, error.what, args, kwargs)
+                self._last_miss = in_a_row(error)
+                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs, self._last_miss)
+            return self._missed(_UNKNOWN_ARGUMENT, in_a_row(error), args, kwargs)
         if self._refused and refused is None:
             refused = self._refused.get(signature)
             if refused is not None and refused.looks.rests:
@@ -479,7 +480,11 @@ class GraphedCallable(FunctionStandIn):
         if isinstance(entry, Miss):
             return self._answer_miss(entry, call.args, call.kwargs)
         entry.sizes = sizes
-        return self._answer(entry, call.args, call.kwargs)
+        before = entry.hits
+        result = self._answer(entry, call.args, call.kwargs)
+        if not before:
+            self._tally.after_capture += min(entry.hits, 1)
+        return result
 
     def _entry_for(self, call: UncapturedCall) -> CacheEntry | Miss:
         """The entry for a call, captured now if need be and allowed; else why there is none."""
@@ -654,12 +659,17 @@ class GraphedCallable(FunctionStandIn):
     def _why_kinds_differ(self, call: UncapturedCall) -> tuple[str, str]:
         """What makes most calls another kind: a cause, and the reason with what to do."""
         signature = call.signature
-        if self._changes_shape(signature):
-            return "objects", (
-                "objects among the arguments are of other shapes in most calls; pass a cache whose "
-                "tensors keep their shapes, such as transformers' StaticCache"
-            )
         others = [s for (s, _), e in call.state.entries.items() if e.ready and s != signature]
+        alike = any(signature.in_objects == other.in_objects for other in others)
+        if self._changes_shape(signature) and not (signature.has_objects and alike):
+            keeps = (
+                "pass a cache whose tensors keep their shapes, such as transformers' StaticCache"
+            )
+            if signature.holds_static:  # The caller has one.
+                keeps = "pass one of the same size in each call"
+            return "objects", (
+                f"objects among the arguments are of other shapes in most calls; {keeps}"
+            )
         names = [signature.differing_value(other) for other in others]
         name = next(filter(None, names), None)
         if name is not None:
@@ -820,10 +830,10 @@ class GraphedCallable(FunctionStandIn):
             why = f"{category}: {reason}" if reason else category
             warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.", how)
 
-    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
+    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs, reason: str = "") -> Any:
         """Run the function as it is, with gradients."""
         self._tally.eager_for(category)[0] += 1
-        self._tell(category)
+        self._tell(category, reason)
         with self._entries.turns.calling():
             return self.fn(*args, **kwargs)
 
@@ -1038,7 +1048,7 @@ class GraphedCallable(FunctionStandIn):
         recent = self._recent
         if recent is None:
             return "nothing has been captured for the module as it is"
-        difference = recent.signature.differences(call.args, call.kwargs)
+        difference = recent.signature.differences(call.args, call.kwargs, "captured")
         change = recent.state.watch.changed()
         return difference or change or "the graph that fitted was closed"
 

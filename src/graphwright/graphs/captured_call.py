@@ -429,7 +429,7 @@ class CapturedCall(Graph):
         if not self.signature.fits(args, kwargs):
             raise SignatureError(
                 f"The graph was captured for another call: "
-                f"{self.signature.differences(args, kwargs)}.",
+                f"{self.signature.differences(args, kwargs, 'captured')}.",
                 remedy="Capture a graph for this call, or use graphwright.graph().",
             )
         watch = self._watch

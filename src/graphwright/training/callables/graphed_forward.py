@@ -19,7 +19,7 @@ from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
 from ...calls.watch import ModuleWatch
 from ...dispatch.graphed_callable import NOT_YET, UNPAID, OnMiss
-from ...errors import GraphwrightError, SignatureError, levels_above
+from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
 from ...graphs.capture_budget import Looks, now
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
 from ...graphs.memory import MemoryPool
@@ -385,7 +385,7 @@ class GraphedForward(FunctionStandIn):
 
     def _difference(self, args: Any, kwargs: Any) -> str:
         for pair in self._pairs:
-            found = pair.signature.differences(args, kwargs) or pair.changed()
+            found = pair.signature.differences(args, kwargs, "captured") or pair.changed()
             return found or "gradients are on or off, or needed for other parameters"
         return "nothing is captured"
 
@@ -405,7 +405,7 @@ class GraphedForward(FunctionStandIn):
         if signature is not None:
             self._refused = [*self._refused[-_MAX_PAIRS:], (signature, torch.is_grad_enabled())]
         warnings.warn(
-            f"{self!r} runs a call without graphs: {error.what}", stacklevel=levels_above()
+            f"{self!r} runs a call without graphs: {in_a_row(error)}", stacklevel=levels_above()
         )
         return result
 

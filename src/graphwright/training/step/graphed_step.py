@@ -30,6 +30,7 @@ from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
     SignatureError,
+    in_a_row,
     in_words,
     levels_above,
 )
@@ -272,7 +273,7 @@ class GraphedStep(RunsStep):
             result = graph.step(args, kwargs)
         except SignatureError as error:  # For example, an argument shares memory with weights.
             return self._fall_back(
-                "an argument is one that no graph takes", error.what, args, kwargs
+                "an argument is one that no graph takes", in_a_row(error), args, kwargs
             )
         self._statistics.replays += 1
         return result
@@ -464,7 +465,7 @@ class GraphedStep(RunsStep):
             return "its graphs were closed, or something that they were made of has changed"
         graph = self._graphs[0]
         if not graph.signature.fits(args, kwargs):
-            return f"{graph.signature.differences(args, kwargs)}"
+            return f"{graph.signature.differences(args, kwargs, 'captured')}"
         option = graph.settings.difference()
         if option is not None:
             return f"{option[2]} of {type(option[0]).__name__} has changed"
