@@ -132,6 +132,8 @@ def test_each_way_to_hold_something_has_a_mutation() -> None:
 
 # Who asks whether something looks on, other than to decide who answers a call.
 TELL = {
+    "calls/methods.py:Methods._may_watch": "only a warning depends on it",
+    "calls/modules.py:ModuleProxy.__getattr__": "the method itself, where TorchDynamo compiles it",
     "calls/signature.py:CallSignature.differences": "says it in words",
     "calls/signature.py:RangedSignature.differences": "says it in words",
     "artifacts/tuned_module.py:_Choice.differences": "says it in words",
