@@ -16,6 +16,7 @@ scripts/bench objects [--out DIR] [--quick]           calls with caches and obje
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside what answers it
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
+scripts/bench host-arguments [--rounds N] [--quick]   a UNet's time steps on the host, on the GPU
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
 scripts/bench streams [--out DIR] [--quick]           graphs on several streams beside one
 scripts/bench profile [--out DIR] [--seconds S]       what profile() predicts, and what is gained
@@ -408,6 +409,10 @@ def main() -> None:
     feeding = commands.add_parser("feeding", help="prefetch() beside PyTorch's own ways to copy")
     feeding.add_argument("--out", type=Path, default=RESULTS)
     feeding.add_argument("--quick", action="store_true", help="try the script: no result")
+    on_host = commands.add_parser("host-arguments", help="a UNet's time steps on host and GPU")
+    on_host.add_argument("--out", type=Path, default=RESULTS)
+    on_host.add_argument("--rounds", type=int, default=20, help="samples of each way")
+    on_host.add_argument("--quick", action="store_true", help="try the script: no result")
     streams = commands.add_parser("streams", help="graphs on several streams beside one")
     streams.add_argument("--out", type=Path, default=RESULTS)
     streams.add_argument("--quick", action="store_true", help="try the script: no result")
@@ -478,6 +483,10 @@ def main() -> None:
         from .feeding.run import benchmark as feed
 
         sys.exit(bool(feed(given.out, quick=given.quick)))
+    elif given.command == "host-arguments":
+        from .host_arguments.run import benchmark as on_host
+
+        sys.exit(bool(on_host(given.out, rounds=given.rounds, quick=given.quick)))
     elif given.command == "streams":
         from .streams.run import benchmark as side_by_side
 

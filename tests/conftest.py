@@ -8,11 +8,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from graphwright.calls import threads
+from graphwright.graphs import capture_budget
+from graphwright.graphs.capture_budget import Capture, CaptureBudget
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Each test has a cache of its own, and would build them anew; tests/calls turns them on.
@@ -92,12 +95,40 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # Neither which passes a test sees nor what answers its calls must depend on a time.
     monkeypatch.setattr("graphwright.dispatch.graphed_callable._TIMED", frozenset())
     monkeypatch.setattr("graphwright.fusion.pass_manager.WORTH", 1.0)
+    # Nor must what is captured: tests of the budget set it.
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 1 << 30)
+
+
+class Clock:
+    """Seconds as budgets of captures count them, told by a test.
+
+    Attributes:
+        now_s: the time.
+        capture_s: what each capture takes.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.capture_s = 0.1
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture
-def captures_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few calls a graph answers: for tests that change things after each call."""
-    monkeypatch.setattr("graphwright.dispatch.capture_budget.WORTH_CALLS", 0)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Captures are limited as they are outside of tests, by a clock that the test moves."""
+    clock = Clock()
+    monkeypatch.setattr(capture_budget, "FREE_CAPTURES", 3)
+    monkeypatch.setattr(capture_budget, "CLOCK", clock)
+    settle = CaptureBudget._settle
+
+    def settle_later(budget: CaptureBudget, capture: Capture, seconds: float, *rest: Any) -> None:
+        clock.now_s += clock.capture_s
+        settle(budget, capture, seconds + clock.capture_s, *rest)
+
+    monkeypatch.setattr(CaptureBudget, "_settle", settle_later)
+    return clock
 
 
 @pytest.fixture

@@ -184,6 +184,11 @@ def first_line(error: BaseException, limit: int = 300) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def in_a_row(error: GraphwrightError) -> str:
+    """What happened and what to do about it, in one line, for a reason in a longer text."""
+    return f"{error.what} {error.remedy}" if error.remedy else error.what
+
+
 def in_words(error: Exception) -> tuple[str, str]:
     """What happened, with its place, and the remedy: an error as a row of a table tells it."""
     if isinstance(error, GraphwrightError):

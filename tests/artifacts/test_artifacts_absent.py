@@ -105,7 +105,7 @@ def test_gradients_are_refused_as_such(rows: Path) -> None:
 
 def test_the_nearest_bucket_is_named(parts: Path) -> None:
     tuned = gw.load(parts)
-    with pytest.raises(gw.SignatureError, match=r"\(33, 16\).*built for \(32, 16\)"):
+    with pytest.raises(gw.SignatureError, match=r"\(33, 16\).*saved for \(32, 16\)"):
         tuned(torch.ones(33, 16), 2.0)
     assert tuned.calls == {"refused: no bucket": 1}
     text = tuned.explain()
@@ -120,7 +120,7 @@ def test_with_the_model_the_nearest_is_named_as_well() -> None:
     samples = [(torch.ones(n, 16),) for n in (1, 8, 32)]
     tuned = tuned_with("fused", model, (), samples=samples)
     tuned(torch.ones(33, 16))
-    assert "built for (32, 16)" in tuned.explain()
+    assert "tuned for (32, 16)" in tuned.explain()
     assert tuned.calls == {"eager: another signature": 1}
 
 

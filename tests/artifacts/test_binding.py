@@ -280,7 +280,7 @@ def test_the_module_gets_the_callers_form(monkeypatch: pytest.MonkeyPatch) -> No
         return real(module, *args, **kwargs)
 
     monkeypatch.setattr(nn.Module, "__call__", patched)
-    with pytest.warns(RuntimeWarning, match="built for"):
+    with pytest.warns(RuntimeWarning, match="tuned for"):
         tuned(x[:1], scale=2.0)
     assert seen[0] == {"scale": 2.0}
 

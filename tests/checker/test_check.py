@@ -607,10 +607,9 @@ def test_an_argument_that_is_copied_to_the_gpu() -> None:
         return x * 2 + x.exp() + y.to(x.device)
 
     found = gw.check(moves, (torch.randn(3, 4, device="cuda"), torch.randn(4)))
-    assert kinds(found) == ["blocks copy of an input"]
+    assert kinds(found) == ["slow copy of an input"]
     found = gw.check(moves, (torch.randn(3, 4, device="cuda"), torch.randn(4).pin_memory()))
-    assert kinds(found) == ["frozen copy from pinned memory", "blocks refused"]
-    assert "on several devices" in found[1].what
+    assert kinds(found) == ["slow copy of an input"]
 
 
 def test_other_operations_in_another_run_are_found(device: torch.device) -> None:

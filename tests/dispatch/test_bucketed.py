@@ -686,7 +686,6 @@ def test_a_first_call_that_fails_spoils_nothing(device: torch.device) -> None:
     assert graphed.statistics.padded == 1
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_failures_are_counted_for_each_kind_until_a_release() -> None:
     table = torch.rand(9, WIDTH)
     graphed = gw.graph(lambda ids, k: table[ids] * k, buckets=gw.Buckets(batch=[4]))

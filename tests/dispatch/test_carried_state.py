@@ -252,7 +252,6 @@ def made(kind: type[nn.Module], device: torch.device) -> tuple[nn.Module, nn.Mod
     return module, copy.deepcopy(module)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_and_attributes_are_eager_s(kind: type[nn.Module], device: torch.device) -> None:
     module, its = made(kind, device)
@@ -341,7 +340,6 @@ def test_prepared_calls_are_answered_by_graphs_alone(device: torch.device) -> No
     assert graphed.statistics.hits == 3
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_a_copy_goes_on_from_the_same_state_by_itself(device: torch.device) -> None:
     module, its = made(LastHidden, device)
     graphed, x = gw.graph(module), torch.randn(2, SIZE, device=device)
@@ -374,7 +372,6 @@ def test_training_goes_through_the_state(device: torch.device) -> None:
         alike(graphed(x), its(x))
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_another_part_with_a_state_of_its_own(device: torch.device) -> None:
     module, its = made(Stack, device)
     graphed, x = gw.graph(module), torch.randn(2, SIZE, device=device)
@@ -424,7 +421,6 @@ class HoldsAnother(Recurrent):
         return self.held.h * 2
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_owners_of_the_state_are_replaced_again_and_again(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +442,6 @@ def test_owners_of_the_state_are_replaced_again_and_again(
     assert sum(each() is not None for each in gone) <= 1
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_what_is_closed_captures_nothing_more(device: torch.device) -> None:
     module, its = made(LastHidden, device)
     graphed, x = gw.graph(module), torch.randn(2, SIZE, device=device)

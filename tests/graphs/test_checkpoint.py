@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import graphwright as gw
-from graphwright.dispatch.capture_budget import CaptureBudget
+from graphwright.graphs.capture_budget import Looks
 
 SIZE = 64
 REFUSED = r"torch\.utils\.checkpoint sets the random numbers back"
@@ -310,11 +310,11 @@ def test_checkpoint_around_sees_the_same_of_each_eager_call(
         return y * x.sum().item()
 
     graphed = gw.graph(refused, breaks="never")
-    waits = waits_first
-    monkeypatch.setattr(CaptureBudget, "waits", property(lambda self: waits))
     x = torch.ones(SIZE, device=device)
     with pytest.warns(RuntimeWarning, match="runs eagerly"), torch.no_grad():
         graphed(x)
+    waits = waits_first
+    monkeypatch.setattr(Looks, "rests", property(lambda self: waits))
     y = checkpoint(lambda x: graphed(x) * weight, x, use_reentrant=False)
     waits = not waits
     y.sum().backward()

@@ -224,7 +224,6 @@ def returns_what_it_has(m: Any, x: torch.Tensor, _: bool) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize(
     "does",

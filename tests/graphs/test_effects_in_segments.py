@@ -16,7 +16,6 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.calls.snapshots import same_bits
-from graphwright.dispatch.capture_budget import CaptureBudget
 
 
 @dataclass
@@ -26,9 +25,8 @@ class Box:
 
 
 @pytest.fixture(autouse=True)
-def quietly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without gradients, warnings of eager calls, and captures that wait."""
-    monkeypatch.setattr(CaptureBudget, "waits", False)
+def quietly() -> Iterator[None]:
+    """Without gradients and warnings of eager calls."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", gw.FallbackWarning)
         yield

@@ -185,7 +185,6 @@ def test_a_capture_beside_other_threads_draws_nothing(device: torch.device) -> N
     keep_pace(graph, model, x)
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_a_dropped_result_draws_nothing(device: torch.device) -> None:
     model = layer_drop(device)
     graphed = gw.graph(model)
@@ -619,7 +618,6 @@ PROTECTIONS: list[tuple[Switch, Fn]] = [
 ]
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("off", "check"), PROTECTIONS, ids=lambda each: getattr(each, "__name__", None)

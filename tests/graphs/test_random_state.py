@@ -99,7 +99,6 @@ def test_captures_do_not_begin_eager_dropout_again() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("way", ["graph", "graph_step"])
 def test_a_seed_begins_dropout_anew_as_in_eager(way: str) -> None:
     def outputs(graphed: bool) -> list[torch.Tensor]:

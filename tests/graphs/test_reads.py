@@ -468,7 +468,6 @@ def keeps_pace(
         yield call(x), eager(x)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_tensor_that_is_replaced_where_no_name_leads_is_noticed(
@@ -489,7 +488,6 @@ def nothing_is_unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reads, "_unseen", lambda read, watch, used: [])
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_it_shows_without_the_protection(
@@ -524,7 +522,6 @@ def test_an_array_is_noticed_though_a_list_holds_its_tensor_too(device: torch.de
         gw.capture(Scaled(read).to(device).eval(), torch.randn(2, 4, device=device))
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_what_the_program_has_frozen_is_searched_too(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,7 +536,6 @@ def test_what_the_program_has_frozen_is_searched_too(
     assert made_of_it.statistics.captures == 2
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_a_call_that_takes_another_tensor_each_time_is_eager(device: torch.device) -> None:
     held = [torch.full((4,), float(i), device=device) for i in range(12)]
     find = hidden((held, []))  # and how often it was asked
@@ -559,7 +555,6 @@ def test_a_call_that_takes_another_tensor_each_time_is_eager(device: torch.devic
     assert call.statistics.captures == 0
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_another_view_of_a_watched_tensor_is_noticed(device: torch.device) -> None:
     module = Scaled(lambda: torch.empty(0)).to(device).eval()
     store = Store(module.layer.weight.detach()[0])
@@ -571,7 +566,6 @@ def test_another_view_of_a_watched_tensor_is_noticed(device: torch.device) -> No
         torch.testing.assert_close(call(x), torch.no_grad()(module)(x))
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_a_gradient_that_a_call_reads_is_watched(device: torch.device) -> None:
     module = Scaled(lambda: torch.empty(0)).to(device).eval()
     weight = module.layer.weight
@@ -584,7 +578,6 @@ def test_a_gradient_that_a_call_reads_is_watched(device: torch.device) -> None:
     assert made.statistics.captures == 2
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_each_thread_has_what_its_own_variables_hold(device: torch.device) -> None:
     local = threading.local()
     module = Scaled(lambda: local.value).to(device).eval()  # type: ignore[no-any-return]  # below
@@ -605,7 +598,6 @@ def test_each_thread_has_what_its_own_variables_hold(device: torch.device) -> No
         torch.testing.assert_close(mine, its)
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_a_new_path_through_segments_is_looked_at_too(device: torch.device) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x * read()
@@ -620,7 +612,6 @@ def test_a_new_path_through_segments_is_looked_at_too(device: torch.device) -> N
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.usefixtures("captures_pay")
 def test_a_new_path_that_nobody_could_watch_is_eager(device: torch.device) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x * read()
@@ -635,7 +626,6 @@ def test_a_new_path_that_nobody_could_watch_is_eager(device: torch.device) -> No
         torch.testing.assert_close(call(given), fn(given))
 
 
-@pytest.mark.usefixtures("captures_pay")
 def test_a_cache_that_the_first_call_fills_costs_one_capture(device: torch.device) -> None:
     @functools.lru_cache(maxsize=4)
     def positions(length: int) -> torch.Tensor:
@@ -664,7 +654,6 @@ def packed(scale: float) -> Any:
     return layer._packed_params._packed_params
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize(
     "kind",
     [in_an_object, in_a_dictionary, in_a_list, in_a_context_variable, in_an_array],
@@ -718,7 +707,6 @@ def test_constants_in_the_code_are_no_reads(
     assert not searched
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_what_can_be_watched_is_captured_again(
     kind: Callable[[torch.Tensor], Place], device: torch.device
@@ -781,7 +769,6 @@ def test_a_search_leaves_the_variables_of_running_code_alone() -> None:
     assert reference() is None
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_kept_alive_once_the_graph_is_closed(way: str, device: torch.device) -> None:
     first = torch.full((4,), 2.0, device=device)

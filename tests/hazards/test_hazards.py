@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hazards_of_breaks  # noqa: F401  # adds its checks to the list
 import hazards_of_callables  # noqa: F401  # likewise
+import hazards_of_host_arguments  # noqa: F401  # likewise
 import hazards_of_objects  # noqa: F401  # likewise
 import hazards_of_padding  # noqa: F401  # likewise
 import hazards_of_steps  # noqa: F401  # likewise
@@ -23,14 +24,12 @@ def applies(hazard: Hazard, device: torch.device) -> bool:
     return hazard.only in (None, device.type)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("hazard", NAMED)
 def test_hazard(hazard: Hazard, device: torch.device) -> None:
     if applies(hazard, device):
         hazard.check(device)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize("hazard", NAMED)
 def test_hazard_shows_without_its_protection(
     hazard: Hazard, device: torch.device, monkeypatch: pytest.MonkeyPatch

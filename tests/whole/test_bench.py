@@ -15,6 +15,7 @@ from bench import compare
 from bench.busy import run as busy
 from bench.common import processes
 from bench.feeding import run as feeding
+from bench.host_arguments import run as host_arguments
 from bench.profile import run as predictions
 from bench.streams import run as streams
 from bench.training import table as training_table
@@ -532,6 +533,13 @@ def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="mlp, saved: no right answer came"):
         _answered("mlp", tmp_path, "saved", str(tmp_path / "caches"))
+
+
+def test_host_arguments_runs_and_is_right(tmp_path: Path) -> None:
+    assert host_arguments.benchmark(tmp_path, rounds=2, quick=True) == 0
+    found = json.loads((tmp_path / "host-arguments.json").read_text())
+    assert len(found["ways"]) == 4
+    assert all(len(way["samples"]) == 3 for way in found["ways"].values())
 
 
 def test_streams_runs_and_is_right(tmp_path: Path) -> None:

@@ -264,7 +264,6 @@ SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 QUICK = {"graph": NAMES, "capture": NAMES, "fuse": FEW, "tune": FEW}
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize(
     ("way", "case"),
     [
@@ -278,7 +277,6 @@ def test_a_field_that_the_model_heeds_is_heeded(way: str, case: Case) -> None:
     stays_right(way, case, all_fields=False)
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize(
     ("way", "case"),
     [

@@ -438,7 +438,6 @@ def noticed(change: Change, fn: Callable[..., Any]) -> None:
 # graph()
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize(("kind", "change"), each_change(*KINDS, all_of=["LoRA"], main_of=[]))
 def test_graphs_follow_adapters(kind: str, change: Change, device: torch.device) -> None:
     model, x = model_of(kind, device), tokens(device)

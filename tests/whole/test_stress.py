@@ -122,7 +122,6 @@ def subject(make: Callable[..., Any], device: torch.device, pool: gw.MemoryPool)
     return made
 
 
-@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.long
 @pytest.mark.parametrize("calls", [2_000, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_every_output_is_eager_s(device: torch.device, calls: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.signature import Args, CallSignature, Kwargs, are_plain, flatten, quick_key, unflatten
 from ..calls.watch import HELD, ModuleWatch
-from ..errors import GraphwrightError, first_line
+from ..errors import GraphwrightError, first_line, in_a_row
 from ..shapes.padding import PaddingPlan, Sizes, Value
 
 # What was built for a call, behind the signature of that call.
@@ -69,7 +69,7 @@ class PaddedCalls:
             try:
                 found = self._plan(args, kwargs)
             except GraphwrightError as error:
-                return error.what
+                return in_a_row(error)
             except Exception as error:
                 return f"what was chosen fails on a padded call: {first_line(error)}"
             if isinstance(found, str):
@@ -93,6 +93,10 @@ class PaddedCalls:
                 return pytree.tree_unflatten(plan.cut(outputs, leaves, values), spec)
 
         return answer
+
+    def difference(self, args: Args, kwargs: Kwargs) -> str | None:
+        """How a call of another kind differs in more than sizes, in words; None if nobody knows."""
+        return None
 
     def plans(self) -> dict[ShapeKey, tuple[PaddingPlan, int]]:
         """For `save`: plans, each with the index of its bucket, by the shapes of calls."""

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from ..calls.signature import (
     Range,
     RangedSignature,
     inside_transform,
+    quick_key,
     tensors_of,
 )
 from ..calls.switches import read
@@ -50,9 +51,7 @@ from ..report.report import Report
 from ..report.result import EAGER
 from ..report.table import duration, ratio
 from ..strategies.base import Built, Candidate
-
-if TYPE_CHECKING:
-    from .padded_calls import PaddedCalls
+from .padded_calls import OTHER_KIND, PaddedCalls
 
 # Reasons why a call falls back to the module, as `TunedModule.calls` counts them.
 GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
@@ -61,6 +60,10 @@ CAPTURED = "it is captured"
 CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
 # Of these the caller knows, whatever was tuned.
 _INTENDED = (GRADIENTS, TRANSFORMED, CAPTURED)
+# Where eager was chosen, so many of the first calls are looked at, and then one in so many.
+_LOOKS = 16
+# Shapes and plain values of which is remembered that they were looked at.
+_MAX_LOOKED_AT = 256
 # What is done with a call that was not tuned.
 OnMiss = Literal["eager", "error"]
 # The signature of calls that something was built for, and what was built.
@@ -194,6 +197,8 @@ class _Choice:
             self.plain = module.function_of() if isinstance(module, Called) else module
         self.on_miss = on_miss
         self._told: set[str] = set()
+        # Shapes and plain values of calls that `look_at` has seen.
+        self._looked_at: set[Any] = set()
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
         self.apart: Apart | None = None
@@ -258,6 +263,8 @@ class _Choice:
             if not isinstance(found, str):
                 return "", found
             why = found
+            if found is OTHER_KIND:
+                why = padded.difference(args, kwargs) or self.differences(args, kwargs) or found
         self.last_difference = why
         return NO_BUCKET, None
 
@@ -291,7 +298,21 @@ class _Choice:
             with contextlib.suppress(SignatureError):
                 call = CallSignature.of(args, kwargs, objects=self.apart is not None)
                 found.sort(key=functools.partial(_distance, call))
-        return found[0].differences(args, kwargs) if found else None
+        made = "saved" if isinstance(self.module, Absent) else "tuned"
+        return found[0].differences(args, kwargs, made) if found else None
+
+    def look_at(self, args: Args, kwargs: Kwargs) -> None:
+        """Note how a call differs from those that were tuned, where eager answers all of them."""
+        key = quick_key(args, kwargs)
+        if key is None:
+            key = key_with_objects(args, kwargs)
+        if key is None or key in self._looked_at:
+            return
+        if len(self._looked_at) >= _MAX_LOOKED_AT:
+            self._looked_at.clear()
+        self._looked_at.add(key)
+        if self.found_for(args, kwargs)[0] is None:
+            self.last_difference = self.differences(args, kwargs) or self.last_difference
 
     def eager(self, kind: str, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call the module itself, if there is one, and count the call by its reason."""
@@ -419,7 +440,10 @@ class TunedModule(ModuleProxy):
         """Call the winner, or fall back to the module itself."""
         choice = self._choice
         if choice.plain is not None and not torch.is_grad_enabled():
-            choice.calls["tuned"] += 1
+            count = choice.calls["tuned"]
+            choice.calls["tuned"] = count + 1
+            if count < _LOOKS or not count % _LOOKS:
+                choice.look_at(args, kwargs)
             return choice.plain(*args, **kwargs)
         # A launch refuses where this thread captures: such a call is answered below.
         if choice.shortcuts and not (in_training(choice.module) or choice.may_not_launch()):
@@ -464,7 +488,9 @@ class TunedModule(ModuleProxy):
         if found is None and choice.padded is not None:
             kind, tuned = choice.padded_callable_for(choice.padded, mine, named)
             way = "tuned, padded to a bucket"
-        elif found is None and choice.report.chosen != EAGER:
+        elif found is None and choice.report.chosen == EAGER:
+            choice.look_at(args, kwargs)
+        elif found is None:
             choice.last_difference = choice.differences(mine, named)
         if tuned is not None:
             counts, result = choice.attempt(tuned, mine, named)
@@ -725,10 +751,14 @@ def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[
 
 
 def _distance(call: CallSignature, other: CallSignature | RangedSignature) -> tuple[float, int]:
-    """How far a call is from another: how many leaves differ, and by how many elements."""
+    """How far a call is from another: how many leaves differ, and by how many elements.
+
+    Those with the same arguments are nearer than all others.
+    """
     base = other.base if isinstance(other, RangedSignature) else other
     if call.spec != base.spec:
-        return math.inf, 0
+        mine, its = call.by_name().items(), base.by_name().items()
+        return math.inf, len(mine ^ its)
     apart = [pair for pair in zip(call.leaves, base.leaves, strict=True) if pair[0] != pair[1]]
     shapes = [(a[0], b[0]) for a, b in apart if len(a) == len(b) == 5]
     return len(apart), sum(abs(math.prod(a) - math.prod(b)) for a, b in shapes)

@@ -401,6 +401,11 @@ def has_nodes(spec: pytree.TreeSpec) -> bool:
 
 def classes_in(spec: pytree.TreeSpec) -> list[type]:
     """The classes of users' objects in a tree that was taken apart: a call runs their methods."""
+    return [cls for cls in every_class_in(spec) if not is_library(cls)]
+
+
+def every_class_in(spec: pytree.TreeSpec) -> list[type]:
+    """The classes of objects in a tree that was taken apart, those of libraries too."""
     found: dict[type, None] = {}
     waiting = [spec]
     while waiting:
@@ -413,7 +418,7 @@ def classes_in(spec: pytree.TreeSpec) -> list[type]:
         elif isinstance(context, type):  # A named tuple's.
             found[context] = None
         waiting += each.children()
-    return [cls for cls in found if not is_library(cls)]
+    return [*found]
 
 
 def _register(cls: type[_Node]) -> None:

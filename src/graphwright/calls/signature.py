@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import OptionError, SignatureError
-from .objects import apart, build, has_nodes, has_objects
+from ..errors import OptionError, SignatureError, in_a_row
+from .objects import apart, build, every_class_in, has_nodes, has_objects
 from .options import shown
 from .switches import CALL_NAMES, CUDA, autocast, lasting_switches
 
@@ -44,6 +45,8 @@ _NO_FUNCTION = torch._C._disabled_torch_function_impl
 _EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 # By name, so that none has to be imported.
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+# Arguments that differ from those of a known call, beyond which the others are counted.
+_MOST_NAMED = 6
 
 
 def flatten(
@@ -152,11 +155,35 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
         return (type(leaf), struct.pack("<dd", leaf.real, leaf.imag))
     if isinstance(leaf, SCALARS):
         return (type(leaf), leaf)
+    _refuse_numpy(leaf, name)
     raise SignatureError(
         f"{name} is an object of type {type(leaf).__qualname__}, which graphwright cannot look "
         "into: tensors inside it would go unseen.",
         remedy="Pass tensors, plain values, and tuples, lists or dictionaries of them, or "
         "register the type with torch.utils._pytree.register_pytree_node.",
+    )
+
+
+def _refuse_numpy(leaf: Any, name: str) -> None:
+    """Refuse an array or a scalar of NumPy's, with what to pass instead.
+
+    Raises:
+        SignatureError: it is one.
+    """
+    numpy = sys.modules.get("numpy")  # Nobody has one without it.
+    if numpy is None or not isinstance(leaf, (numpy.ndarray, numpy.generic)):
+        return
+    if isinstance(leaf, numpy.ndarray):
+        raise SignatureError(
+            f"{name} is a NumPy array, and no graph would see its values change.",
+            remedy=f"Pass a tensor: torch.from_numpy({name}).",
+        )
+    plain = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}.get(leaf.dtype.kind)
+    raise SignatureError(
+        f"{name} is a NumPy scalar of type {type(leaf).__name__}.",
+        remedy=f"Pass {plain}({name}), or a tensor if it changes from call to call."
+        if plain is not None
+        else f"Pass a plain value: {name}.item().",
     )
 
 
@@ -482,6 +509,27 @@ class CallSignature:
         return self.objects and has_nodes(self.spec)
 
     @functools.cached_property
+    def in_objects(self) -> tuple[tuple[pytree.TreeSpec, tuple[Any, ...]], ...]:
+        """The arguments that hold objects: the tree of each, with its leaves."""
+        if not self.has_objects:
+            return ()
+        args, kwargs = self.spec.children()
+        found, start = [], 0
+        for spec in (*args.children(), *kwargs.children()):
+            end = start + spec.num_leaves
+            if has_nodes(spec):
+                found.append((spec, self.leaves[start:end]))
+            start = end
+        return tuple(found)
+
+    @property
+    def holds_static(self) -> bool:
+        """Whether an object is a static cache, as transformers names those of a fixed size."""
+        return any(
+            "Static" in cls.__name__ for spec, _ in self.in_objects for cls in every_class_in(spec)
+        )
+
+    @functools.cached_property
     def wants_grad(self) -> bool:
         """Whether any tensor of the call requires grad."""
         return any(len(leaf) == 5 and leaf[4] for leaf in self.leaves)
@@ -559,8 +607,14 @@ class CallSignature:
         """Whether the switches are what they were."""
         return (*autocast(), *lasting_switches()) == self.switches
 
-    def differences(self, args: Args, kwargs: Kwargs) -> str | None:
-        """Why a call does not fit this signature, in words, or None when it fits."""
+    def differences(self, args: Args, kwargs: Kwargs, made: str = "built") -> str | None:
+        """Why a call does not fit this signature, in words, or None when it fits.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            made: what was done for calls of this signature: "captured", "tuned".
+        """
         if inside_transform():
             return (
                 "the call is traced, or inside a torch.func transform, forward-mode AD or a mode "
@@ -570,29 +624,103 @@ class CallSignature:
         try:
             other = CallSignature.of(args, kwargs, objects=self.objects)
         except SignatureError as error:
-            return error.what
+            return in_a_row(error)
         if other == self:
             return None
         if other.names != self.names and {*other.names} == {*self.names}:
             return (
-                f"the keyword arguments come in another order ({', '.join(other.names)}; built for "
-                f"{', '.join(self.names)}), which the callable may see"
+                f"the keyword arguments come in another order ({', '.join(other.names)}; {made} "
+                f"for {', '.join(self.names)}), which the callable may see"
             )
-        if other.spec != self.spec:
-            return "other arguments: the tree of positional and keyword arguments differs"
-        found = []
-        names = argument_names(args, kwargs, objects=self.objects)
-        for name, mine, theirs in zip(names, self.leaves, other.leaves, strict=True):
-            if mine != theirs:
-                found.append(
-                    f"{name} is {_describe_in_words(theirs)}, built for {_describe_in_words(mine)}"
-                )
-        if other.aliases != self.aliases:
+        found = self.other_arguments(other, made)
+        if other.spec == self.spec and other.aliases != self.aliases:
             found.append("the arguments share memory in another way")
         if other.switches != self.switches:
             pairs = zip(CALL_NAMES, self.switches, other.switches, strict=True)
             found += [f"the switch {name} is {b}, and was {a}" for name, a, b in pairs if a != b]
+        if self.differs_in_a_number(other):
+            found.append("a number that changes from call to call is better passed as a tensor")
         return "; ".join(found)
+
+    def by_name(self) -> dict[str, tuple[Any, ...]]:
+        """The descriptions of the arguments' leaves, by their names."""
+        args, kwargs = unflatten(range(len(self.leaves)), self.spec)
+        names = argument_names(args, kwargs, objects=self.objects)
+        return dict(zip(names, self.leaves, strict=True))
+
+    def in_short(self, width: int = 40) -> str:
+        """The arguments in a few words: sizes of tensors, and plain values by their names."""
+        found = [
+            f"{'×'.join(map(str, each[0])) or 'scalar'} {str(each[1]).removeprefix('torch.')}"
+            if len(each) == 5
+            else f"{name}={_value_of(each)!r}"
+            for name, each in self.by_name().items()
+        ]
+        text = ", ".join(found) or "no arguments"
+        return text if len(text) <= width else f"{text[: width - 1]}…"
+
+    def differs_in_a_number(self, other: CallSignature) -> bool:
+        """Whether two calls differ in ints and floats alone."""
+        if self.differing_value(other) is None:
+            return False
+        pairs = zip(self.leaves, other.leaves, strict=True)
+        return all(a == b or issubclass(a[0], float) or a[0] is int for a, b in pairs)
+
+    def other_arguments(self, other: CallSignature, made: str) -> list[str]:
+        """How the arguments of another call differ, in words."""
+        mine, theirs = self.by_name(), other.by_name()
+        added = [_given(name, theirs[name]) for name in theirs if name not in mine]
+        lacking = [name for name in mine if name not in theirs]
+        changed = [
+            f"{name} is {_describe_in_words(theirs[name])}, {made} for {_describe_in_words(leaf)}"
+            for name, leaf in mine.items()
+            if name in theirs and theirs[name] != leaf
+        ]
+        found = []
+        if added:
+            them = "it" if len(added) == 1 else "them"
+            found.append(f"{_listed(added)}; {made} without {them}")
+        if lacking:
+            was = _listed([_given(name, mine[name]) for name in lacking])
+            found.append(f"no {_listed(lacking)}; {made} with {was}")
+        if changed:
+            found.append(_listed(changed, "; "))
+        if not found and other.spec != self.spec:
+            # Lists where there were tuples, or a dictionary in another order.
+            held = ", ".join(self._held_otherwise(other)) or "the arguments"
+            found.append(f"{held}: other containers than {made} for, or in another order")
+        return found
+
+    def _held_otherwise(self, other: CallSignature) -> list[str]:
+        """Names of the arguments that are trees of another kind in another call."""
+        parts = []
+        for signature in (self, other):
+            args, kwargs = signature.spec.children()
+            names = [*(f"args[{n}]" for n in range(len(args.children()))), *signature.names]
+            parts.append(dict(zip(names, (*args.children(), *kwargs.children()), strict=True)))
+        return [name for name, spec in parts[0].items() if parts[1].get(name) != spec]
+
+
+def _given(name: str, described: tuple[Any, ...]) -> str:
+    """An argument with its value, in words."""
+    if len(described) == 5:
+        shape, dtype = described[:2]
+        return f"{name}, a tensor {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+    return f"{name}={_value_of(described)!r}"
+
+
+def _value_of(described: tuple[Any, ...]) -> Any:
+    """The plain value that a description is of."""
+    cls, value = described
+    if issubclass(cls, float):
+        return struct.unpack("<d", value)[0]
+    return complex(*struct.unpack("<dd", value)) if issubclass(cls, complex) else value
+
+
+def _listed(words: Sequence[str], between: str = ", ") -> str:
+    """The first of some words, and how many more there are."""
+    more = len(words) - _MOST_NAMED
+    return between.join(words[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def in_order_of(names: tuple[str, ...], kwargs: Kwargs, any_order: bool) -> Args | None:
@@ -728,10 +856,7 @@ def _describe_in_words(described: tuple[Any, ...]) -> str:
         return (
             f"{tuple(shape)} {str(dtype).removeprefix('torch.')} strides {stride} on {device}{grad}"
         )
-    cls, value = described
-    if isinstance(cls, type) and issubclass(cls, float):
-        return f"float {struct.unpack('<d', value)[0]!r}"
-    return f"{cls.__name__} {value!r}"
+    return f"{described[0].__name__} {_value_of(described)!r}"
 
 
 @dataclass(frozen=True)
@@ -772,9 +897,9 @@ class RangedSignature:
         """Whether what was built for the range can answer a call."""
         return self.differences(args, kwargs) is None
 
-    def differences(self, args: Args, kwargs: Kwargs) -> str | None:
-        """Why a call does not fit, in words, or None when it fits."""
-        plain = self.base.differences(args, kwargs)
+    def differences(self, args: Args, kwargs: Kwargs, made: str = "built") -> str | None:
+        """Why a call does not fit, in words, or None when it fits; as `CallSignature` says it."""
+        plain = self.base.differences(args, kwargs, made)
         if plain is None or inside_transform():
             return plain
         try:

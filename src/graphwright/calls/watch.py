@@ -370,13 +370,23 @@ class ModuleWatch:
             return False
         return [tensor.requires_grad for tensor in self._tensors] != self._trained
 
-    def rebound(self) -> bool:
-        """Whether a watched tensor is gone, has moved or changed its shape; or a part changed."""
+    @property
+    def tensor_ids(self) -> set[int]:
+        """The identities of all tensors that were found."""
+        return {id(tensor) for _, tensor in self._found.tensors}
+
+    def rebound(self, held: set[int] | None = None) -> bool:
+        """Whether a watched tensor is gone, has moved or changed its shape; or a part changed.
+
+        Args:
+            held: identities of the tensors that the module holds now, if they are known.
+        """
         if not self._looks_at_all:
             return False
         if any(watch.changed() is not None for watch in self._joined):
             return True
-        held = {id(tensor) for _, tensor in Dependencies(self._module).tensors}
+        if held is None:
+            held = {id(tensor) for _, tensor in Dependencies(self._module).tensors}
         return any(id(tensor) not in held for tensor in self._tensors) or (
             list(map(_ADDRESS, self._tensors)) != self._addresses
             or list(map(_geometry, self._tensors)) != self._geometries

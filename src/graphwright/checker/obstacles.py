@@ -95,10 +95,9 @@ CHANGING_COPY = Obstacle(
 )
 INPUT_COPY = Obstacle(
     "copy of an input",
-    Severity.BLOCKS,
-    "{operation} copies an argument from the host to the GPU inside the call.",
-    "Copy it before the call.",
-    "x = x.to(device, non_blocking=True)  # before the call; x pinned",
+    Severity.SLOW,
+    "{operation} copies an argument from the host to the GPU; graphs do so before each replay.",
+    "Keep it on the GPU if it is large and seldom changes.",
 )
 PINNED_COPY = Obstacle(
     "copy from pinned memory",

@@ -324,12 +324,12 @@ class OperationObserver(Journal):
         if self._silent or not source.numel():
             return
         place, origin = place_of(sys._getframe(1)), self.sides.origin(source)
-        if self.sides.is_pinned(source):
-            self.found.add(obstacles.PINNED_COPY, place, operation)
-            return
         name = self._names.get(source.untyped_storage()._cdata, "")
         if name.startswith("the argument"):
             self.found.add(obstacles.INPUT_COPY, place, operation)
+            return
+        if self.sides.is_pinned(source):
+            self.found.add(obstacles.PINNED_COPY, place, operation)
             return
         changing = bool(origin)
         self.found.add(

@@ -99,7 +99,7 @@ def _graph_of(
     """The graph that answers a call."""
     if isinstance(graphed, CapturedCall):
         if not graphed.signature.fits(args, kwargs):
-            differs = graphed.signature.differences(args, kwargs)
+            differs = graphed.signature.differences(args, kwargs, "captured")
             raise SignatureError(f"The graph was captured for another call: {differs}.")
         if graphed._trained is not None:
             raise OptionError("The graph of a training step cannot be compared with eager.")

@@ -6,7 +6,6 @@ padding is proved to change nothing.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from ..calls.signature import (
     quick_key,
     unflatten,
 )
-from ..errors import CaptureError, OptionError, PaddingError, SignatureError
+from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.taken_apart import (
@@ -43,8 +42,8 @@ from ..shapes.dimensions import portable
 from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
+from ..shapes.positions import HOLDS_POSITIONS
 from ..shapes.selection import MAX_FAMILIES, BucketSelector
-from .capture_budget import CaptureBudget
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache
 from .graphed_callable import (
@@ -68,8 +67,8 @@ _MANY_OBJECTS = (
     "the objects of most calls differ in more than their tensors, in a number that counts, say"
 )
 _MANY_FAMILIES = (
-    "most calls differ in more than the named sizes; pass plain values that change as tensors, and "
-    "name all sizes that vary"
+    "most calls differ in more than the named sizes{how}; pass plain values that change as "
+    "tensors, and name all sizes that vary"
 )
 
 
@@ -130,10 +129,6 @@ class BucketedCallable(GraphedCallable):
         # Kinds of calls whose results alone hold objects.
         self._give_objects: set[Any] = set()
 
-    def _new_budgets(self) -> None:
-        super()._new_budgets()
-        self._for_families = CaptureBudget()
-
     def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
         plain = quick_key(args, kwargs) is not None or not holds_objects(args, kwargs)
         if plain and not self._give_objects:
@@ -143,7 +138,7 @@ class BucketedCallable(GraphedCallable):
         except SignatureError as error:
             if plain:
                 return MISS  # It is refused by name, as other calls are.
-            return self._missed("no dynamic sizes", error.what, args, kwargs)
+            return self._missed("no dynamic sizes", in_a_row(error), args, kwargs)
         if plain and apart.kind not in self._give_objects:
             return MISS
         return self._answer_by_tensors(apart, args, kwargs)
@@ -204,9 +199,6 @@ class BucketedCallable(GraphedCallable):
             return self._answer_padded(found, args, kwargs)
         return super()._answer_unusual(found, args, kwargs)
 
-    def _waiting_budget(self, args: Args, kwargs: Kwargs) -> CaptureBudget | None:
-        return None  # Most calls are padded to one that has a graph.
-
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         try:
             return self._answer_from_buckets(call)
@@ -216,7 +208,7 @@ class BucketedCallable(GraphedCallable):
     def _answer_from_buckets(self, call: UncapturedCall) -> Any:
         selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
-        known, began = list(state.families), time.perf_counter()
+        known = list(state.families)
         try:
             family, sizes = selector.family(state.families, call.signature, args, kwargs, call.grad)
         except SignatureError as error:
@@ -226,17 +218,26 @@ class BucketedCallable(GraphedCallable):
                 return self._capture_and_answer(call, sizes)
             why = "an argument's dimensions lie in memory in another order than a bucket's"
             return self._missed("another order in memory", why, args, kwargs, sizes)
-        if not known or any(family is other for other in known) or self.on_miss != "capture":
+        if any(family is other for other in known) or self.on_miss != "capture":
             return self._answer_from_family(call, family, sizes)
         # A family has proofs and graphs of its own, as for a plain value that is new in each call.
-        if self._for_families.waits:
-            state.families = known
-            return self._wait(self._for_families, UNPAID, args, kwargs, sizes)
-        try:
-            return self._answer_from_family(call, family, sizes)
-        finally:
-            seconds = time.perf_counter() - began
-            self._for_families.spend(seconds, self._answered(), _MANY_FAMILIES)
+        is_new, comes_back = super()._sight(call)
+        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+            if capture.allowed:
+                return self._answer_from_family(call, family, sizes)
+        state.families = known
+        return self._answer_miss(self._postpone(call, is_new=is_new), args, kwargs, sizes)
+
+    def _sight(self, call: UncapturedCall) -> tuple[bool, bool]:
+        is_new, comes_back = super()._sight(call)
+        # The caller has named the sizes that come back.
+        named = is_new and bool(call.state.families) and not self._entries.is_full()
+        return is_new, comes_back or named
+
+    def _why_kinds_differ(self, call: UncapturedCall) -> tuple[str, str]:
+        known = call.state.families
+        how = known[-1].signature.difference(call.signature, "captured") if known else None
+        return "families", _MANY_FAMILIES.format(how=f" ({how})" if how else "")
 
     def _answer_from_family(
         self, call: UncapturedCall, family: ShapeFamily, sizes: tuple[int, ...]
@@ -244,9 +245,12 @@ class BucketedCallable(GraphedCallable):
         selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
         if self.on_miss != "capture" and not family.prepared:
-            return self._missed(
-                "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
-            )
+            why = "prepare() was not called for this kind"
+            prepared = [each for each in state.families if each.prepared]
+            if prepared:
+                how = prepared[-1].signature.difference(call.signature, "prepared")
+                why += f": {how}" if how else ""
+            return self._missed("no graph fits", why, args, kwargs, sizes)
         try:
             gives_objects = family.returns_objects()
             answer = None if gives_objects else selector.answer(family, sizes)
@@ -299,6 +303,7 @@ class BucketedCallable(GraphedCallable):
         values = plan.pad(leaves)
         padded, named = unflatten(values, family.sampler.spec)
         full = CallSignature.of(padded, named)
+        captures = self._entries.captures
         entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
             return self._answer_miss(entry, args, kwargs, plan.sizes)
@@ -327,7 +332,9 @@ class BucketedCallable(GraphedCallable):
             if len(self._quick) >= MAX_QUICK:
                 self._quick.clear()
             self._quick[key] = padded_call
-        return self._run_padded(padded_call, args, kwargs, leaves, values)
+        result = self._run_padded(padded_call, args, kwargs, leaves, values)
+        self._tally.after_capture += self._entries.captures > captures
+        return result
 
     def _answer_padded(self, padded_call: _PaddedCall, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call whose padding is known by its shapes, once all else about it is checked."""
@@ -527,12 +534,20 @@ class BucketedCallable(GraphedCallable):
                 raise self._padding_error(why)
 
     def _padding_error(self, why: str) -> PaddingError:
+        remedy = "Leave the buckets out, or change this in the function."
+        if HOLDS_POSITIONS in why:
+            remedy = (
+                "No pad value can help, since it is a position too. Leave that dimension out of "
+                "the buckets, or pad these arguments yourself, so that what is added points at "
+                "what is added."
+            )
+        elif " padded from " in why:
+            remedy = (
+                "If a mask could tell padding from data, pass one and declare its value there: "
+                "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
+            )
         return PaddingError(
-            f"{name_of(self.fn)} may not be padded to a bucket: {why}.",
-            remedy="If a mask could tell padding from data, pass one and declare its value there: "
-            "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
-            if " padded from " in why
-            else "Leave the buckets out, or change this in the function.",
+            f"{name_of(self.fn)} may not be padded to a bucket: {why}.", remedy=remedy
         )
 
     def _options(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.graph import GraphState
 from ..graphs.memory import MemoryPool
 from ..graphs.turns import turns_of
+from .fast_path import Shortcut
 from .payoff import Payoff
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from ..shapes.family import ShapeFamily
     from ..shapes.verdicts import Verdicts
 
-_MAX_STATES = 4
+# States without a graph that are remembered, in case that they come back.
+MAX_BARE = 16
+# Kinds of calls without a graph that are remembered for a state, likewise.
+_MAX_SEEN = 1024
 # Refusals that are remembered for a state.
 _MAX_REFUSED = 1024
 # These use other kernels, with other numbers in padded places, when gradients are off.
@@ -34,6 +38,19 @@ _DEPEND_ON_GRAD_MODE = (
     nn.TransformerEncoder,
     nn.TransformerEncoderLayer,
 )
+
+
+@dataclass
+class Seen:
+    """When a kind of call was seen last that had no graph.
+
+    Attributes:
+        calls: how many calls there were by then.
+        graph: whether it has had a graph since it came back.
+    """
+
+    calls: tuple[int, ...]
+    graph: bool = False
 
 
 @dataclass(eq=False)
@@ -51,8 +68,31 @@ class StateGraphs:
     failed: list[tuple[DynamicSignature, bool | None, int]] = field(default_factory=list)
     # Attributes and items to which calls write, and which are not watched.
     places: list[Place] = field(default_factory=list)
-    # Whether a call was to be captured in it.
-    is_used: bool = False
+    # Calls without a graph, by the same as `entries`.
+    seen: dict[tuple[CallSignature, bool | None], Seen] = field(default_factory=dict)
+    # Whether the module was in another state when that was last looked at before a launch.
+    is_left: bool = False
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a graph was captured in it that can be replayed."""
+        return any(entry.ready for entry in self.entries.values())
+
+    def sighted(
+        self, signature: CallSignature, grad: bool | None, calls: tuple[int, ...]
+    ) -> Seen | None:
+        """Note a call that has no graph; returns what was noted before, with the counts of then.
+
+        Args:
+            signature: of the call.
+            grad: the gradient mode, if `by_grad_mode`.
+            calls: counts of calls so far, of which one is higher if there were others meanwhile.
+        """
+        before = self.seen.pop((signature, grad), None)
+        if len(self.seen) >= _MAX_SEEN:
+            del self.seen[next(iter(self.seen))]
+        self.seen[signature, grad] = Seen(calls, before is not None and before.graph)
+        return before
 
 
 @dataclass(eq=False)
@@ -76,6 +116,10 @@ class CacheEntry:
     payoff: Payoff | None = None
     # The `quick_key` of the call that it was captured for.
     key: Any = None
+    # The fast path to the graph, once it was asked for.
+    shortcut: Shortcut | None = None
+    # The entry that answered the call after the module was left in another state, the last time.
+    then: CacheEntry | None = None
 
     @property
     def ready(self) -> bool:
@@ -132,7 +176,7 @@ class GraphCache:
         self._function: tuple[FunctionModule, ModuleWatch] | None = None
         self._current: StateGraphs | None = None
         self.turns = turns_of(self.module(), None if isinstance(fn, nn.Module) else fn)
-        self._states: list[StateGraphs] = []
+        self._states: list[StateGraphs] = []  # most recently found first
         self._order: dict[CapturedCall, CacheEntry] = {}  # least recently used first
         self._by_key: dict[Any, list[CacheEntry]] = {}
 
@@ -160,28 +204,39 @@ class GraphCache:
     def known_state(self) -> StateGraphs | None:
         """The module's current state, if it was in it before."""
         with self.pool._lock:
-            for state in self._states:
-                if state.watch.changed() is None:
-                    self._current = state
-                    return state
-        return None
+            states = self._states
+            found = next((s for s in states if s.watch.unchanged()), None)
+            if found is None:  # What looks other may be equal, which takes longer to find out.
+                found = next((s for s in states if s.watch.changed() is None), None)
+            if found is not None:
+                if found is not states[0]:
+                    states.remove(found)
+                    states.insert(0, found)
+                self._current = found
+            return found
 
-    def state(self) -> StateGraphs:
-        """The module's current state; graphs whose weights were replaced are closed."""
+    def state(self, bare: int = MAX_BARE) -> StateGraphs:
+        """The module's current state; graphs whose weights were replaced are closed.
+
+        Args:
+            bare: how many states without a graph are remembered.
+        """
         with self.pool._lock:
             known = self.known_state()
             if known is not None:
                 return known
-            for state in [s for s in self._states if s.watch.rebound()]:
-                self._drop(state)
-            if len(self._states) >= _MAX_STATES:
-                self._drop(self._states[0])
             module = self.module()
             training = any_in_training(module)
             unwatched = self._unwatched()
             watch = ModuleWatch(module, values=False, checks=self.checks, hidden=unwatched)
+            for state in [s for s in self._states if s.watch.rebound(watch.tensor_ids)]:
+                self._drop(state)
+            # How many graphs are kept is limited; states without one only take time to compare.
+            without = [state for state in self._states if not state.has_graphs]
+            for state in without[bare - 1 :]:
+                self._drop(state)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
-            self._states.append(self._current)
+            self._states.insert(0, self._current)
             return self._current
 
     def _hide(self, graph: CapturedCall) -> None:
@@ -350,7 +405,6 @@ class GraphCache:
         # The first run may have set something up for good; the graph belongs to the state now.
         state = self.state()
         self._hide(graph)
-        state.is_used = True
         if graph.parts.watches or graph.tree is not None:  # A new path may run others.
             state.watch.join(graph.parts)
         effects = graph.mutates or graph.random or graph.has_effects

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import time
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,6 @@ from ..calls.signature import (
     arguments_of,
     inside_func,
     inside_transform,
-    kind_key,
     leaf_names,
     quick_key,
     require_grad,
@@ -53,10 +52,13 @@ from ..errors import (
     MemoryBudgetExceeded,
     SignatureError,
     VerificationError,
+    in_a_row,
     in_words,
     warn_of_fallback,
 )
 from ..evaluation.accuracy import difference
+from ..graphs import capture_budget
+from ..graphs.capture_budget import WORTH_CALLS, Looks, now
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tensors
@@ -68,10 +70,9 @@ from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, shown
 from ..shapes.buckets import PADDING
-from .capture_budget import WORTH_CALLS, CaptureBudget
 from .carried_state import CarriedState, reached
 from .fast_path import MISS, Shortcut, shortcut
-from .graph_cache import CacheEntry, GraphCache, StateGraphs
+from .graph_cache import MAX_BARE, CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
 from .statistics import CallStatistics, Tally, both, explained, summary, to_html
@@ -88,6 +89,7 @@ SHARED = "an argument shares memory with a tensor of the call's own"
 _UNKNOWN_ARGUMENT = "an argument that cannot be captured"
 UNPAID = "capturing does not pay off"
 FIRST = "the first call with objects of these shapes"
+NOT_YET = "not captured yet"
 _BESIDE = "timed beside calls in segments"
 _BESIDE_CARRIED = "timed beside calls that are given what others have left"
 _FIRST_CARRIED = "the first call that reads an attribute and then sets it"
@@ -100,8 +102,11 @@ _MAX_REFUSED = 1024
 _TIMED = frozenset({"cuda"})
 _FIRST_IN_SEGMENTS = 6
 _FIRST_CARRIED_CALLS = 5
-# Seconds of finding out that a call is refused that are not worth avoiding.
-_LOOK_S = 5e-5
+# States without a graph that are remembered where hardly any comes back: each takes a while to
+# compare.
+_FEW_BARE = 3
+# New kinds of calls in a row, of which none comes back, before a caller is told.
+_MANY_NEW = 16
 # States in a row that prepare() captures graphs for.
 _STATES_AHEAD = 3
 # Times that more attributes are found which a call reads before it sets them.
@@ -111,7 +116,7 @@ _PART_GRAPHS = 4
 _RUNS_IN_PARTS = "runs in parts"
 # Kinds of calls with objects that are remembered.
 _MAX_SEEN = 4096
-# Seconds that a capture counts for which other threads left no room for.
+# Seconds that a capture counts for which other threads left no room.
 _BUSY_S = 0.01
 # Eager calls of these kinds are told apart by their reasons, others by their kind alone.
 _TOLD_BY_REASON = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
@@ -191,7 +196,7 @@ class GraphedCallable(FunctionStandIn):
         self._orders: dict[frozenset[str], tuple[str, ...]] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
-        # Calls whose captures were refused for what may be otherwise later.
+        # Calls that have no graph, which takes a while to find out.
         self._refused: dict[CallSignature, _Refused] = {}
         # Of calls with objects, by `objects_key`: those that were eager once, and whether a graph
         # was captured for one.
@@ -204,21 +209,24 @@ class GraphedCallable(FunctionStandIn):
         self._carries_for: GraphedCallable | None = None
         # Calls that were counted by what is closed.
         self._counted: CallStatistics | None = None
-        self._new_budgets()
+        self._begin_anew()
         self._closed = False
         if not isinstance(fn, nn.Module):
             self._look_like(fn)
 
-    def _new_budgets(self) -> None:
-        """Begin to count captures that may never end, each for its cause."""
-        # Calls that differ in a plain value, by `_kind_of`.
-        self._for_values: dict[Any, CaptureBudget] = {}
-        # Changes of the module, more kinds of calls than graphs, and kinds that are refused.
-        self._for_changes = CaptureBudget(free=2)
-        self._for_room = CaptureBudget()
-        self._for_refusals = CaptureBudget()
-        # Objects that hold tensors of other shapes each time, as a growing cache does.
-        self._for_objects = CaptureBudget()
+    def _begin_anew(self) -> None:
+        """Forget which calls have had no graph."""
+        # Calls without a graph, in a row; and why the last one had none.
+        self._looks = Looks()
+        self._rests_for, self._why_rests = NOT_YET, ""
+        # What answers calls eagerly, at next to no cost, until the next look is due.
+        self._rest: Shortcut | None = None
+        # What keeps captures from paying off, in words, by its cause.
+        self._unpaid: dict[str, str] = {}
+        # New kinds of calls that wait, none of which has come back so far.
+        self._new_kinds = 0
+        # Why the last capture was refused, if that was the last one.
+        self._last_refusal: str | None = None
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -246,6 +254,18 @@ class GraphedCallable(FunctionStandIn):
             if result is not MISS:
                 latest.hits += 1
                 return result
+            following = latest.then
+            if following is not None and following.shortcut is not None:
+                result = following.shortcut(args, kwargs)
+                if result is not MISS:
+                    following.hits += 1
+                    latest.then = following
+                    self._recent, self._short = following, (following, following.shortcut)
+                    return result
+        elif self._rest is not None:
+            result = self._rest(args, kwargs)
+            if result is not MISS:
+                return result
         if self._carried is not None:
             return self._answer_carried(self._carried, args, kwargs)
         key = quick_key(args, kwargs)
@@ -260,6 +280,12 @@ class GraphedCallable(FunctionStandIn):
 
     def _shortcut(self, entry: CacheEntry) -> Shortcut | None:
         """The fast path to an entry's graph; None if it has none."""
+        if entry.shortcut is not None:
+            return entry.shortcut
+        entry.shortcut = made = self._make_shortcut(entry)
+        return made
+
+    def _make_shortcut(self, entry: CacheEntry) -> Shortcut | None:
         if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
         if self._audit_every is not None or self._is_timed(entry):
@@ -312,17 +338,15 @@ class GraphedCallable(FunctionStandIn):
 
     def _answer_by(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call by the graph of an entry, if the module is as it was."""
-        watch = entry.state.watch
+        state = entry.state
         try:
-            if entry.pure:
-                # The device works while the module is checked.
-                result = graph.run(args, kwargs)
-                if watch.changed() is not None:
-                    return self._find(args, kwargs)
-            else:
-                if watch.changed() is not None:
-                    return self._find(args, kwargs)
-                result = graph.run(args, kwargs)
+            # The device works while the module is checked, unless it is mostly in another state.
+            check_first = state.is_left or not entry.pure
+            if check_first and self._has_left(state):
+                return self._find(args, kwargs)
+            result = graph.run(args, kwargs)
+            if not check_first and self._has_left(state):
+                return self._find(args, kwargs)
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
@@ -332,10 +356,15 @@ class GraphedCallable(FunctionStandIn):
             self._used(entry, args, kwargs)
         return result
 
+    def _has_left(self, state: StateGraphs) -> bool:
+        """Whether the module is in another state than this."""
+        state.is_left = state.watch.changed() is not None
+        return state.is_left
+
     def _count(self, entry: CacheEntry, graph: CapturedCall) -> None:
         """Count a call that was answered by the graph, or eagerly if its segments were given up."""
         if graph.was_eager:
-            self._tally.eager[UNCAPTURED] += 1
+            self._tally.eager_for(UNCAPTURED)[0] += 1
         else:
             entry.hits += 1
         if graph.given_up is not None:
@@ -343,9 +372,11 @@ class GraphedCallable(FunctionStandIn):
 
     def _used(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> None:
         """Remember the entry that was used last, for the fast path and for eviction."""
-        self._recent = entry
+        before, self._recent = self._recent, entry
         fast = self._shortcut(entry)
         self._short = None if fast is None else (entry, fast)
+        if before is not None and before.state is not entry.state:
+            before.then = entry
         key = quick_key(args, kwargs)
         if key is not None:
             if len(self._quick) >= MAX_QUICK:
@@ -361,7 +392,7 @@ class GraphedCallable(FunctionStandIn):
             kwargs: likewise.
             refused: that of calls of its signature, if it is known already.
         """
-        entered = time.perf_counter()
+        entered = now()
         captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
         if inside_func() if captured else inside_transform():
             warn_if_traced(self, "graph")
@@ -377,59 +408,37 @@ class GraphedCallable(FunctionStandIn):
         result = self._answer_apart(args, kwargs)
         if result is not MISS:
             return result
-        changes = self._for_changes
         if self.on_miss == "capture":
-            # Calls that are eager anyway need no look at the module, which takes a while.
-            if refused is not None and refused.budget.waits:
-                return self._wait(refused.budget, UNCAPTURED, args, kwargs)
-            if changes.waits and not changes.looks():
-                self._recent = self._short = None
-                self._quick.clear()
-                return self._wait(changes, UNPAID, args, kwargs)
-            budget = self._waiting_budget(args, kwargs)
-            if budget is not None:
-                self._recent = self._short = None
-                return self._wait(budget, UNPAID, args, kwargs)
+            # To describe the call, and to compare the module, takes a while.
+            if self._looks.rests:
+                return self._missed(self._rests_for, self._why_rests, args, kwargs, as_called=True)
+            if refused is not None and refused.looks.rests:
+                return self._missed(refused.category, refused.reason, args, kwargs, as_called=True)
             objects = self._objects_key(args, kwargs)
-            if objects is not None and not self._seen.get(objects):
-                if self._for_objects.waits:
-                    return self._wait(self._for_objects, UNPAID, args, kwargs)
-                if self._is_first(objects):
-                    return self._missed(FIRST, "the next such call is captured", args, kwargs)
+            if objects is not None and not self._seen.get(objects) and self._is_first(objects):
+                return self._missed(FIRST, "the next such call is captured", args, kwargs)
         try:
             signature = self._signature_of(args, kwargs)
         except SignatureError as error:
             if torch.is_grad_enabled() and self.on_miss != "error":
                 # Tensors inside of it may require grad.
-                self._last_miss = error.what
-                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs)
-            return self._missed(_UNKNOWN_ARGUMENT, error.what, args, kwargs)
+                self._last_miss = in_a_row(error)
+                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs, self._last_miss)
+            return self._missed(_UNKNOWN_ARGUMENT, in_a_row(error), args, kwargs)
         if self._refused and refused is None:
             refused = self._refused.get(signature)
-            if refused is not None and refused.budget.waits:
-                return self._wait(refused.budget, UNCAPTURED, args, kwargs)
-        began = time.perf_counter()
+            if refused is not None and refused.looks.rests:
+                return self._missed(refused.category, refused.reason, args, kwargs, as_called=True)
         before = self._entries.current
-        if changes.waits and self.on_miss == "capture":
-            if self._entries.known_state() is None:
-                return self._wait(changes, UNPAID, args, kwargs)
-            changes.pay(self._answered())
-        state = self._entries.state()
-        looked = time.perf_counter()
+        state = self._entries.state(_FEW_BARE if self._looks.mostly_in_vain else MAX_BARE)
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
+            self._looks.found()
             return self._answer(entry, args, kwargs)
-        changed = not state.is_used and before is not None and self.on_miss == "capture"
-        state.is_used = True
-        try:
-            looked_s = looked - entered
-            call = UncapturedCall(args, kwargs, signature, state, grad, looked_s)
-            return self._answer_uncaptured(call)
-        finally:
-            if changed and before is not None:
-                seconds = time.perf_counter() - began
-                self._for_changes.spend(seconds, self._answered(), _changes(before))
+        left = before if before is not state else None
+        call = UncapturedCall(args, kwargs, signature, state, grad, left, now() - entered)
+        return self._answer_uncaptured(call)
 
     def _in_one_order(self, kwargs: Kwargs) -> Kwargs:
         """The keyword arguments of a call, in the order of the first call that is the same."""
@@ -471,7 +480,11 @@ class GraphedCallable(FunctionStandIn):
         if isinstance(entry, Miss):
             return self._answer_miss(entry, call.args, call.kwargs)
         entry.sizes = sizes
-        return self._answer(entry, call.args, call.kwargs)
+        before = entry.hits
+        result = self._answer(entry, call.args, call.kwargs)
+        if not before:
+            self._tally.after_capture += min(entry.hits, 1)
+        return result
 
     def _entry_for(self, call: UncapturedCall) -> CacheEntry | Miss:
         """The entry for a call, captured now if need be and allowed; else why there is none."""
@@ -481,47 +494,48 @@ class GraphedCallable(FunctionStandIn):
             if entry.ready:
                 return entry
             if entry.error is not None and entry.pool_version in (None, self.pool._version):
-                reason = in_words(entry.error)[0]
-                if call.looked_s > _LOOK_S and self.on_miss == "capture":
-                    # To describe the call, and to compare the module, takes a while.
-                    self._refuse(call, call.looked_s, reason)
-                return Miss(_category_of(entry.error), reason)
+                category, reason = _category_of(entry.error), in_words(entry.error)[0]
+                if self.on_miss == "capture":
+                    self._refuse(call, call.looked_s, category, reason)
+                return Miss(category, reason)
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
-        budgets = [self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))]
-        if self._changes_shape(signature):
-            budgets.append(self._for_objects)
-        for budget in budgets:
-            if budget is not None and budget.waits:
-                return Miss(UNPAID, budget.reason, budget)
-        began = time.perf_counter()
-        try:
-            if self._is_part and isinstance(self.fn, nn.Module):
-                refuse_talk(self.fn)
-            is_full, evictions = self._entries.is_full(), self.pool.evictions
-            made = self._entries.capture(signature, state, call.args, call.kwargs)
-            if made.graph is not None and made.graph.may_not_pay and made.payoff is None:
-                device = made.graph.device
-                made.payoff = Payoff(device, _FIRST_IN_SEGMENTS) if device.type in _TIMED else None
-            evicted = self.pool.evictions > evictions
-            self._spend(time.perf_counter() - began, call, for_room=is_full or evicted)
-            return made
-        except (StateChanges, Busy) as error:
-            if isinstance(error, StateChanges) and self._carry(error.places):
-                names = ", ".join(place.name for place in error.places)
-                return Miss(_FIRST_CARRIED, f"graphs of the next ones are given {names}")
-            # A refusal would be kept with the module's state, which will not come back.
-            reason = in_words(error)[0]
-            # What other threads take is no cost of a capture.
-            seconds = _BUSY_S if isinstance(error, Busy) else time.perf_counter() - began
-            self._refuse(call, seconds, reason)
-            missed = Miss(UNCAPTURED, reason, after_capture=True)
-        except (CaptureError, MemoryBudgetExceeded) as error:
-            self._entries.refuse(signature, state, call.grad, error)
-            if not isinstance(error, MemoryBudgetExceeded):
-                seconds = time.perf_counter() - began
-                self._for_refusals.spend(seconds, self._answered(), in_words(error)[0])
-            missed = Miss(_category_of(error), in_words(error)[0], after_capture=True)
+        is_new, comes_back = self._sight(call)
+        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+            if not capture.allowed:
+                return self._postpone(call, is_new=is_new)
+            began = now()
+            try:
+                if self._is_part and isinstance(self.fn, nn.Module):
+                    refuse_talk(self.fn)
+                made = self._entries.capture(signature, state, call.args, call.kwargs)
+                if made.graph is not None and made.graph.may_not_pay and made.payoff is None:
+                    device = made.graph.device
+                    timed = device.type in _TIMED
+                    made.payoff = Payoff(device, _FIRST_IN_SEGMENTS) if timed else None
+                if self._changes_shape(signature):
+                    self._note_objects(self._objects_key(call.args, call.kwargs), captured=True)
+                self._last_refusal = None
+                return made
+            except (StateChanges, Busy) as error:
+                if isinstance(error, StateChanges) and self._carry(error.places):
+                    capture.counts = False
+                    names = ", ".join(place.name for place in error.places)
+                    return Miss(_FIRST_CARRIED, f"graphs of the next ones are given {names}")
+                # A refusal would be kept with the module's state, which will not come back.
+                reason = self._last_refusal = in_words(error)[0]
+                # What other threads take is no cost of a capture.
+                capture.most_s = _BUSY_S if isinstance(error, Busy) else math.inf
+                self._refuse(call, min(now() - began, capture.most_s), UNCAPTURED, reason)
+                missed = Miss(UNCAPTURED, reason, after_capture=True)
+            except (CaptureError, MemoryBudgetExceeded) as error:
+                self._entries.refuse(signature, state, call.grad, error)
+                reason = in_words(error)[0]
+                if isinstance(error, MemoryBudgetExceeded):
+                    capture.counts = False
+                else:
+                    self._last_refusal = reason
+                missed = Miss(_category_of(error), reason, after_capture=True)
         # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
@@ -573,18 +587,122 @@ class GraphedCallable(FunctionStandIn):
             carried.payoff = None
         return result
 
-    def _refuse(self, call: UncapturedCall, seconds: float, reason: str) -> None:
+    def _sight(self, call: UncapturedCall) -> tuple[bool, bool]:
+        """Note a call that has no graph.
+
+        Returns:
+            whether its kind is new in this state, and whether it comes back after calls of other
+            kinds, or of others in the pool, and may have its one free graph.
+        """
+        turn = self.pool._budget.turn_of(self)
+        mine = self._tally.calls(self._entries.ready())
+        seen = call.state.sighted(call.signature, call.grad, (mine, turn))
+        if seen is None or seen.graph or self._entries.is_full():
+            return seen is None, False
+        others = turn != seen.calls[1] and self._entries.captures < self._max_graphs
+        if mine - seen.calls[0] <= 1 and not others:
+            return False, False
+        self._new_kinds = 0
+        call.state.seen[call.signature, call.grad].graph = True
+        return False, True
+
+    def _postpone(self, call: UncapturedCall, *, is_new: bool) -> Miss:
+        """Why a call is eager that the budget for captures leaves none for."""
+        self._looks.failed(call.looked_s, is_new=is_new)
+        if not call.state.has_graphs:
+            # Nothing answers calls while the module is as it is.
+            self._recent = self._short = None
+            self._quick.clear()
+        refused = self._refused.get(call.signature)
+        if refused is not None:
+            refused.looks.failed(call.looked_s)
+            missed = Miss(refused.category, refused.reason)
+        else:
+            self._new_kinds += is_new
+            no_room = self._entries.is_full() and not is_new
+            if no_room or self._new_kinds > _MANY_NEW:
+                missed = Miss(UNPAID, self._why_unpaid(call))
+            else:
+                missed = Miss(NOT_YET, "it is captured when it comes back after other calls")
+        self._rests_for, self._why_rests = missed.category, missed.reason
+        self._rest = self._make_rest(missed.category) if self._looks.rests else None
+        return missed
+
+    def _make_rest(self, category: str) -> Shortcut:
+        """A function that answers calls as `_missed` does, until the next look is due."""
+        # Local names are found faster than attributes.
+        count, until_s, clock = (
+            self._tally.eager_for(category),
+            self._looks.until_s,
+            capture_budget.CLOCK,
+        )
+        grad_is_on, call = torch.is_grad_enabled, self._entries.turns.taking(self.fn)
+
+        def rest(args: Args, kwargs: Kwargs) -> Any:
+            # Parts may answer what is refused as a whole.
+            if clock() >= until_s or grad_is_on() or self._parts is not None:
+                return MISS
+            count[0] += 1
+            return call(args, kwargs)
+
+        return rest
+
+    def _why_unpaid(self, call: UncapturedCall) -> str:
+        """What keeps captures from paying off, and what to do; the same words for each cause."""
+        if self._last_refusal is not None:
+            return self._unpaid.setdefault("it is refused", self._last_refusal)
+        if call.left is not None and not call.state.has_graphs:
+            return self._unpaid.setdefault("it changes", _changes(call.left))
+        cause, reason = self._why_kinds_differ(call)
+        return self._unpaid.setdefault(cause, reason)
+
+    def _why_kinds_differ(self, call: UncapturedCall) -> tuple[str, str]:
+        """What makes most calls another kind: a cause, and the reason with what to do."""
+        signature = call.signature
+        others = [s for (s, _), e in call.state.entries.items() if e.ready and s != signature]
+        alike = any(signature.in_objects == other.in_objects for other in others)
+        if self._changes_shape(signature) and not (signature.has_objects and alike):
+            keeps = (
+                "pass a cache whose tensors keep their shapes, such as transformers' StaticCache"
+            )
+            if signature.holds_static:  # The caller has one.
+                keeps = "pass one of the same size in each call"
+            return "objects", (
+                f"objects among the arguments are of other shapes in most calls; {keeps}"
+            )
+        names = [signature.differing_value(other) for other in others]
+        name = next(filter(None, names), None)
+        if name is not None:
+            return "a value", (
+                f"{name} is another value in most calls; pass it as a tensor, or as one of a few "
+                "values"
+            )
+        if self._entries.is_full():
+            return "no room", (
+                "there are more kinds of calls than graphs may be kept; raise max_graphs="
+                f"{self._max_graphs}, or name the sizes that vary as buckets"
+            )
+        return "new kinds", (
+            f"most calls are of a new kind ({self._why(call)}); name sizes that vary as buckets, "
+            "or prepare() the kinds that come back"
+        )
+
+    def _refuse(self, call: UncapturedCall, seconds: float, category: str, reason: str) -> None:
         """Have calls of a signature be eager, without a look at the module, for a while.
 
         Args:
             call: one of them.
             seconds: that it took to find out that there is no graph for it.
-            reason: why there is none.
+            category: why there is none, as it is counted.
+            reason: why, in detail.
         """
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
-        refused = self._refused.setdefault(call.signature, _Refused(call.signature))
-        refused.budget.spend(seconds, self._answered(), reason)
+        refused = self._refused.get(call.signature)
+        if refused is None or refused.category != category:
+            refused = self._refused[call.signature] = _Refused(call.signature, category)
+        refused.reason = reason
+        refused.looks.failed(seconds)
         key = quick_key(call.args, call.kwargs)
         if key is not None and key not in self._quick:
             self._quick[key] = refused
@@ -618,74 +736,16 @@ class GraphedCallable(FunctionStandIn):
         """Whether a call has arguments that are of another shape in each call where they grow."""
         return signature.has_objects or self._carries_for is not None
 
-    def _spend(self, seconds: float, call: UncapturedCall, *, for_room: bool) -> None:
-        """Count a capture whose cause may come again with each call."""
-        if for_room:
-            self._for_room.spend(
-                seconds,
-                self._answered(),
-                f"there are more kinds of calls than graphs may be kept; raise max_graphs="
-                f"{self._max_graphs}, or name the sizes that vary as buckets",
-            )
-        if self._changes_shape(call.signature):
-            self._note_objects(self._objects_key(call.args, call.kwargs), captured=True)
-            self._for_objects.spend(
-                seconds,
-                self._answered(),
-                "objects among the arguments are of other shapes in most calls; pass a cache whose "
-                "tensors keep their shapes, such as transformers' StaticCache",
-            )
-        kind = _kind_of(call)
-        if kind is None:
-            return
-        others = [s for (s, _), e in call.state.entries.items() if e.ready and s != call.signature]
-        names = [call.signature.differing_value(other) for other in others]
-        name = next(filter(None, names), None)
-        if name is not None:
-            self._for_values.setdefault(kind, CaptureBudget()).spend(
-                seconds,
-                self._answered(),
-                f"{name} is another value in most calls; pass it as a tensor, or as one of a few "
-                "values",
-            )
-
-    def _waiting_budget(self, args: Args, kwargs: Kwargs) -> CaptureBudget | None:
-        """The budget that a call has to wait for which has no graph, as is quickly seen."""
-        budget: CaptureBudget | None = self._for_room
-        if self._for_values and not self._for_room.waits:
-            budget = self._for_values.get(kind_key(args, kwargs))
-        if budget is None or not budget.waits:
-            return None
-        key = quick_key(args, kwargs)
-        return None if key is None or self._entries.has_graph(key) else budget
-
     def _answer_miss(
         self, miss: Miss, args: Args, kwargs: Kwargs, sizes: tuple[int, ...] | None = None
     ) -> Any:
-        """Answer a call that no graph answers, and count it where it waits for a budget."""
-        if miss.budget is not None:
-            return self._wait(miss.budget, miss.category, args, kwargs, sizes)
+        """Answer a call that no graph answers."""
         if miss.after_capture:
             with warnings.catch_warnings():
                 # A backward of the capture ran on another stream, which is intended.
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
                 return self._missed(miss.category, miss.reason, args, kwargs, sizes)
         return self._missed(miss.category, miss.reason, args, kwargs, sizes)
-
-    def _wait(
-        self,
-        budget: CaptureBudget,
-        category: str,
-        args: Args,
-        kwargs: Kwargs,
-        sizes: tuple[int, ...] | None = None,
-    ) -> Any:
-        """Answer a call eagerly that waits for a budget."""
-        began = time.perf_counter()
-        try:
-            return self._missed(category, budget.reason, args, kwargs, sizes, as_called=True)
-        finally:
-            budget.waited(time.perf_counter() - began)
 
     def _answered(self) -> int:
         """How many calls graphs have answered."""
@@ -726,7 +786,7 @@ class GraphedCallable(FunctionStandIn):
         if in_parts:
             self._tally.in_parts += 1
         else:
-            self._tally.eager[category] += 1
+            self._tally.eager_for(category)[0] += 1
         how = RUNS_EAGERLY if parts is None or not parts.used else _RUNS_IN_PARTS
         self._tell(category, reason, how)
         return result
@@ -762,7 +822,7 @@ class GraphedCallable(FunctionStandIn):
         """Warn of calls that no graph answers, once for each kind."""
         kind = reason if category in _TOLD_BY_REASON else category
         if (
-            category not in (FIRST, _FIRST_CARRIED)
+            category not in (FIRST, NOT_YET, _FIRST_CARRIED)
             and kind not in self._warned
             and not self._is_part
         ):
@@ -770,15 +830,15 @@ class GraphedCallable(FunctionStandIn):
             why = f"{category}: {reason}" if reason else category
             warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.", how)
 
-    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
+    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs, reason: str = "") -> Any:
         """Run the function as it is, with gradients."""
-        self._tally.eager[category] += 1
-        self._tell(category)
+        self._tally.eager_for(category)[0] += 1
+        self._tell(category, reason)
         with self._entries.turns.calling():
             return self.fn(*args, **kwargs)
 
     def _run_eagerly(self, category: str, args: Args, kwargs: Kwargs) -> Any:
-        self._tally.eager[category] += 1
+        self._tally.eager_for(category)[0] += 1
         return self._run_detached(args, kwargs)
 
     def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
@@ -830,7 +890,7 @@ class GraphedCallable(FunctionStandIn):
             self._prepare(wanted, bar)
         for args, kwargs in wanted:
             self._note_objects(self._objects_key(args, kwargs), captured=True)
-        self._new_budgets()
+        self._begin_anew()
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
         if self._carried is None:
@@ -964,7 +1024,8 @@ class GraphedCallable(FunctionStandIn):
         """Close all graphs; the next calls capture theirs again."""
         self._refused.clear()
         self._seen.clear()
-        self._new_budgets()
+        self._begin_anew()
+        self.pool._budget.renew()
         self._quick.clear()
         self._stop_carrying()
         self._may_carry = type(self)._may_carry
@@ -987,7 +1048,7 @@ class GraphedCallable(FunctionStandIn):
         recent = self._recent
         if recent is None:
             return "nothing has been captured for the module as it is"
-        difference = recent.signature.differences(call.args, call.kwargs)
+        difference = recent.signature.differences(call.args, call.kwargs, "captured")
         change = recent.state.watch.changed()
         return difference or change or "the graph that fitted was closed"
 
@@ -1020,6 +1081,8 @@ class UncapturedCall:
     signature: CallSignature
     state: StateGraphs
     grad: bool | None
+    # The state of the call before, if it was another.
+    left: StateGraphs | None
     # Seconds that it took to find this state, and to see that there is no graph.
     looked_s: float
 
@@ -1030,8 +1093,6 @@ class Miss:
 
     category: str
     reason: str
-    # What the call waits for, if it does.
-    budget: CaptureBudget | None = None
     # Whether a capture was tried for this very call.
     after_capture: bool = False
 
@@ -1052,17 +1113,13 @@ class _Carried:
 
 
 class _Refused:
-    """Calls of a signature whose captures were refused, and how long they are eager for that."""
+    """Calls of a signature that have no graph, as takes a while to find out, and why."""
 
-    def __init__(self, signature: CallSignature) -> None:
+    def __init__(self, signature: CallSignature, category: str) -> None:
         self.signature = signature
-        self.budget = CaptureBudget(free=1)
-
-
-def _kind_of(call: UncapturedCall) -> Any:
-    """What calls share that differ in plain values alone; None where there are no such values."""
-    key = quick_key(call.args, call.kwargs)
-    return call.signature.kind if key is None else kind_key(call.args, call.kwargs)
+        self.category = category
+        self.reason = ""
+        self.looks = Looks(free=0)
 
 
 def _rebuild(

@@ -55,6 +55,7 @@ class CallStatistics:
         waste: share of all computed elements that were padding, from 0 to 1.
         proof_runs: runs of the function to prove that padding is harmless.
         proof_s: seconds that these runs took.
+        after_capture: calls among the hits whose graph was captured for them just before.
     """
 
     hits: int
@@ -71,6 +72,7 @@ class CallStatistics:
     proof_runs: int = 0
     proof_s: float = 0.0
     in_parts: int = 0
+    after_capture: int = 0
 
 
 def summary(statistics: CallStatistics) -> str:
@@ -111,6 +113,7 @@ def both(one: CallStatistics, other: CallStatistics) -> CallStatistics:
         one,
         hits=one.hits + other.hits,
         captures=one.captures + other.captures,
+        after_capture=one.after_capture + other.after_capture,
         eager=dict(Counter(one.eager) + Counter(other.eager)),
         audits=one.audits + other.audits,
         graphs=one.graphs + other.graphs,
@@ -126,8 +129,9 @@ class Tally:
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
-        self.eager: Counter[str] = Counter()
+        self._eager: dict[str, list[int]] = {}
         self.in_parts = 0
+        self.after_capture = 0
         self.audits = 0
         self.split: Counter[Sizes] = Counter()
         self.chunks: Counter[Sizes] = Counter()  # chunks of split calls, by sizes
@@ -138,6 +142,15 @@ class Tally:
         self._names = names
         self._past = 0
         self._exact: Counter[Sizes] = Counter()
+
+    @property
+    def eager(self) -> dict[str, int]:
+        """Eager calls, by reason."""
+        return {reason: count for reason, (count,) in self._eager.items() if count}
+
+    def eager_for(self, reason: str) -> list[int]:
+        """The number of eager calls for a reason, as a list of one that the caller counts up."""
+        return self._eager.setdefault(reason, [0])
 
     def forget(self, entry: CacheEntry) -> None:
         """Keep the counts of an entry that is discarded."""
@@ -155,6 +168,10 @@ class Tally:
     def answered(self, ready: Iterable[CacheEntry]) -> int:
         """How many calls graphs have answered."""
         return self._past + sum(entry.hits for entry in ready) + sum(self.padded.values())
+
+    def calls(self, ready: Iterable[CacheEntry]) -> int:
+        """How many calls there were."""
+        return self.answered(ready) + sum(self.eager.values()) + self.in_parts
 
     def statistics(
         self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
@@ -180,7 +197,7 @@ class Tally:
         return CallStatistics(
             hits=self.answered(entries),
             captures=captures,
-            eager=dict(self.eager),
+            eager=self.eager,
             audits=self.audits,
             graphs=len(entries),
             nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),
@@ -192,6 +209,7 @@ class Tally:
             proof_runs=self.proof_runs + sum(proof.runs for proof in proofs),
             proof_s=self.proof_s + sum(proof.seconds for proof in proofs),
             in_parts=self.in_parts,
+            after_capture=self.after_capture,
         )
 
 
@@ -213,7 +231,8 @@ def explained(
     lines = [
         f"{name}: {_count(now.graphs, 'graph')}, {format_bytes(now.nbytes)} of "
         f"{format_bytes(pool.reserved)} in their pool",
-        f"{_count(now.hits, 'call')} answered by graphs, {_count(now.captures, 'capture')}",
+        f"{_count(now.hits, 'call')} answered by graphs, {_count(now.captures, 'capture')}"
+        + (f" (in {now.after_capture} of these calls)" if now.after_capture else ""),
     ]
     if now.in_parts:
         lines.append(f"{_count(now.in_parts, 'call')} in parts, which graphs answered")

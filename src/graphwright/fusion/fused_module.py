@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -34,9 +35,9 @@ from ..calls.options import (
     positive_problem,
     refuse,
 )
-from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
+from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, quick_key
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
-from ..errors import OptionError, first_line, warn_of_fallback
+from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -65,8 +66,16 @@ _GRADIENTS = "gradients are wanted"
 _NOT_FUSED = "it could not be fused"
 _COSTS_MORE = "taking its objects apart takes longer than is won"
 _FIRST = "the first call with objects of these shapes"
+_ONE_MORE = "many kinds of calls are fused, and one more only when it comes again"
 # Kinds of call that are fused; others go to the module.
-MAX_KINDS = 16
+MAX_KINDS = 64
+# So many are fused at their first call, others at their second: where no kind comes twice, more
+# would only take time.
+_AT_ONCE = 16
+# Up to so many kinds are compared one by one.
+_FEW = 4
+# Kinds that `explain` lists.
+_LISTED = 8
 # Kinds with objects: of a cache that grows, more would be fused than are ever used again.
 _MAX_WITH_OBJECTS = 4
 # Shapes of objects that are remembered.
@@ -87,8 +96,10 @@ class _Fusion:
         budget_s: float | None = None,
         measure: bool | None = None,
         checks: Checks = "full",
+        max_kinds: int = MAX_KINDS,
     ) -> None:
         self.checks: Checks = checks
+        self.max_kinds = max_kinds
         self.module = module
         self.passes = tuple(passes)
         self.verify = verify
@@ -97,24 +108,29 @@ class _Fusion:
         self.turns = turns_of(module, getattr(module, "_function", None))
         self.lock = forking.lock()
         self.table: list[tuple[CallSignature, Fused]] = []
+        # The same by what is quickly seen, once there are many; None for what is not.
+        self._by_key: dict[Any, list[tuple[CallSignature, Fused]]] = {}
         self.audit = audit
         compiled_checks.offer()
         self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False, checks=checks)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None
-        # Calls with objects that came once.
+        # Calls that came once, with objects or of one more kind.
         self._seen: set[Any] = set()
         # What was made for calls with objects, by their shapes.
         self._with_objects: dict[Any, list[tuple[CallSignature, Fused]]] = {}
 
     @property
-    def options(self) -> tuple[int | None, float | None, bool | None, Checks]:
+    def options(self) -> tuple[int | None, float | None, bool | None, Checks, int]:
         """Those of `fuse()` behind `verify`."""
-        return self.audit, self.budget_s, self.measure, self.checks
+        return self.audit, self.budget_s, self.measure, self.checks, self.max_kinds
 
     def fitting(self, args: Args, kwargs: Kwargs) -> tuple[CallSignature, Fused] | None:
         """What was made for calls like this one, with their signature."""
-        for entry in self.table:
+        table = self.table
+        if len(table) > _FEW:
+            table = self._by_key.get(_key_in_any_order(args, kwargs), [])
+        for entry in table:
             if entry[0].fits(args, kwargs):
                 return entry
         if self._with_objects and has_objects(pytree.tree_leaves((args, kwargs))):
@@ -124,9 +140,14 @@ class _Fusion:
         return None
 
     @property
+    def known(self) -> list[tuple[CallSignature, Fused]]:
+        """What was made for each kind of call, with its signature."""
+        return [*self.table, *itertools.chain.from_iterable(self._with_objects.values())]
+
+    @property
     def first(self) -> Fused | None:
         """What was made first."""
-        known = [*self.table, *itertools.chain.from_iterable(self._with_objects.values())]
+        known = self.known
         return known[0][1] if known else None
 
     def why_not_yet(self, args: Args, kwargs: Kwargs) -> str | None:
@@ -135,16 +156,47 @@ class _Fusion:
         Not at the first call with objects of some shapes: a cache that grows is of others at each.
         """
         if not has_objects(pytree.tree_leaves((args, kwargs))):
-            return _NOT_FUSED if len(self.table) >= MAX_KINDS else None
-        if sum(map(len, self._with_objects.values())) >= _MAX_WITH_OBJECTS:
-            return _NOT_FUSED
-        key = key_with_objects(args, kwargs)
+            if len(self.table) < min(_AT_ONCE, self.max_kinds):
+                return None
+            seen = self._came_before(_key_in_any_order(args, kwargs))
+            if len(self.table) < self.max_kinds:
+                remedy = "call it again, or pad to a few sizes"
+                return None if seen else self._noted(_ONE_MORE, remedy, args, kwargs)
+            limit = f"{self.max_kinds} kinds of calls are fused, the most that max_kinds allows"
+            remedy = "raise max_kinds=, or pad to a few sizes"
+            return limit if seen else self._noted(limit, remedy, args, kwargs)
+        seen = self._came_before(key_with_objects(args, kwargs))
+        if sum(map(len, self._with_objects.values())) < _MAX_WITH_OBJECTS:
+            return None if seen else _FIRST
+        limit = f"{_MAX_WITH_OBJECTS} kinds of calls with objects are fused, the most there are"
+        remedy = "pass objects whose tensors keep their shapes"
+        return limit if seen else self._noted(limit, remedy, args, kwargs)
+
+    def _came_before(self, key: Any) -> bool:
+        """Whether a call of a kind came before; if not, it is remembered."""
         if key in self._seen:
-            return None
+            return True
         if len(self._seen) >= _MAX_SEEN:
             self._seen.clear()
         self._seen.add(key)
-        return _FIRST
+        return False
+
+    def _noted(self, why: str, remedy: str, args: Args, kwargs: Kwargs) -> str:
+        """Note how a call differs from what is fused, and what to do; returns why it is not."""
+        self.last_problem = f"{self._difference(args, kwargs)}; {remedy}"
+        return why
+
+    def _difference(self, args: Args, kwargs: Kwargs) -> str:
+        """How a call differs from those that were fused, in words: from the one that is nearest."""
+        known = [signature for signature, _ in self.known]
+        nearest = known[-1]
+        with contextlib.suppress(SignatureError):
+            call = CallSignature.of(args, kwargs, objects=nearest.objects)
+            of_value = (each for each in reversed(known) if call.differing_value(each))
+            nearest = next(of_value, nearest)
+        return (
+            nearest.differences(args, kwargs, "fused") or "it is like one that could not be fused"
+        )
 
     def add(self, args: Args, kwargs: Kwargs) -> tuple[CallSignature, Fused]:
         """Fuse for calls like this one; what was made, with their signature."""
@@ -198,6 +250,8 @@ class _Fusion:
     ) -> None:
         if apart is None:
             self.table.append((signature, fused))
+            key = _key_in_any_order(args, kwargs)
+            self._by_key.setdefault(key, []).append(self.table[-1])
         else:
             self._with_objects.setdefault(key_with_objects(args, kwargs), []).append(
                 (signature, fused)
@@ -235,7 +289,7 @@ class FusedModule(ModuleProxy):
 
     It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all else
     read and change the one module. A call of another kind (shapes, dtypes, plain values, switches)
-    is fused when it comes, up to 16 kinds. A call after a change of the module, one that wants
+    is fused when it comes, up to `max_kinds`. A call after a change of the module, one that wants
     gradients, or one inside a trace or transform goes to the module itself, and `calls` counts it.
 
     Attributes:
@@ -282,6 +336,7 @@ class FusedModule(ModuleProxy):
             signature, only = fusion.table[0]
             if only.call and kwargs.keys() == {*signature.names}:
                 fusion.calls["fused"] += 1
+                only.answered += 1
                 with torch.no_grad():
                     return only.call(*args, **signature.in_order(kwargs))
         why = self._why_not(args, kwargs)
@@ -296,7 +351,7 @@ class FusedModule(ModuleProxy):
                 found = fusion.add(args, kwargs)
             except Exception as error:
                 # What fails in the model fails below as it does in the model.
-                fusion.last_problem = first_line(error)
+                fusion.last_problem = " ".join(filter(None, in_words(error)))
         fused = None if found is None else found[1]
         if fused is not None and not fused.pays_alone:
             why = _COSTS_MORE
@@ -305,6 +360,7 @@ class FusedModule(ModuleProxy):
             with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)
         fusion.calls["fused"] += 1
+        fused.answered += 1
         with torch.no_grad():
             return fused.call(*args, **found[0].in_order(kwargs))
 
@@ -359,6 +415,7 @@ class FusedModule(ModuleProxy):
         fusion.calls["fused, inside of a capture"] += 1
         signature, fused = found
         assert fused.call is not None
+        fused.answered += 1
         parts.add(f"what fuse() made of {type(fusion.module).__name__}", fusion.watch, fused.packed)
         with running_part():
             return fused.call(*args, **signature.in_order(kwargs))
@@ -383,6 +440,7 @@ class FusedModule(ModuleProxy):
             lines += [f"  {name}: not timed, {why}" for name, why in region.untimed.items()]
         for path, why in self.untraced:
             lines.append(f"{path or 'the whole model'}: no graph, {why}")
+        lines += _kinds(fusion.known)
         for way, count in fusion.calls.most_common():
             lines.append(f"{count} call{'s' * (count != 1)} {way}")
         if fusion.last_problem is not None:
@@ -419,10 +477,36 @@ def _again(
     budget_s: float | None = None,
     measure: bool | None = None,
     checks: Checks = "full",
+    max_kinds: int = MAX_KINDS,
 ) -> FusedModule:
     """A FusedModule that fuses at its first call."""
-    options = audit, budget_s, measure, checks
+    options = audit, budget_s, measure, checks, max_kinds
     return FusedModule(_Fusion(module, passes_named(passes), verify, *options))
+
+
+def _key_in_any_order(args: Args, kwargs: Kwargs) -> Any:
+    """Shapes and plain values of a call, whatever the order of its keywords; None for others."""
+    names = sorted(kwargs)
+    key = quick_key(args, {name: kwargs[name] for name in names})
+    return None if key is None else (len(args), key)
+
+
+def _kinds(known: Sequence[tuple[CallSignature, Fused]]) -> list[str]:
+    """How many calls of each kind were answered, the most frequent first."""
+    fused = [each for each in known if each[1].call is not None]
+    fused.sort(key=lambda each: -each[1].answered)
+    lines = []
+    for signature, made in fused[:_LISTED]:
+        changes = sum(len(region.done) for region in made.regions)
+        lines.append(
+            f"fused for {signature.in_short()}: {made.answered} call{'s' * (made.answered != 1)} "
+            f"answered, {changes} change{'s' * (changes != 1)}"
+        )
+    rest = fused[_LISTED:]
+    if rest:
+        answered = sum(made.answered for _, made in rest)
+        lines.append(f"fused for {len(rest)} more kinds: {answered} calls answered")
+    return lines
 
 
 def _summary(region: Region) -> list[tuple[str, str]]:
@@ -449,6 +533,7 @@ def fuse(
     budget_s: float | None = None,
     measure: bool | None = None,
     checks: Checks = "full",
+    max_kinds: int = MAX_KINDS,
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, larger kernels, without a compiler.
 
@@ -477,6 +562,8 @@ def fuse(
         checks: what is checked before the fused module answers a call: "full" checks the call and
             the module; "signature" only the call, for a module that never changes; "none" nothing,
             if one kind of call was fused: other calls then get silently wrong results.
+        max_kinds: kinds of call (shapes, dtypes, plain values, switches) that are fused, each when
+            it comes; from the 17th on, when it comes again. Others go to the module itself.
 
     Returns:
         a module to be called like the model, under no_grad.
@@ -498,6 +585,7 @@ def fuse(
         positive_problem("budget_s", budget_s, "number of seconds", optional=True),
         flag_problem("measure", measure, optional=True),
         choice_problem("checks", checks, get_args(Checks)),
+        count_problem("max_kinds", max_kinds),
     )
     wanted = passes_named(passes)
     while isinstance(fn_or_module, FusedModule):
@@ -518,7 +606,7 @@ def fuse(
         )
     if measure is None and passes is not None:
         measure = False  # What is named is wanted.
-    fusion = _Fusion(module, wanted, verify, audit, budget_s, measure, checks)
+    fusion = _Fusion(module, wanted, verify, audit, budget_s, measure, checks, max_kinds)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)

@@ -124,6 +124,7 @@ class Fused:
         untraced: the names of the parts that are not, and why.
         packed: constants of the graphs in a library's layout.
         pays_alone: whether a call is faster than the model's own; in a graph it is in any case.
+        answered: how many calls it has answered.
     """
 
     call: Callable[..., Any] | None
@@ -131,6 +132,7 @@ class Fused:
     untraced: list[tuple[str, str]]
     packed: list[torch.Tensor] = field(default_factory=list)
     pays_alone: bool = True
+    answered: int = 0
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
 from .segments.tree import CopyPlan, SegmentTree
-from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, byte_view, copy, is_dense
+from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, byte_view, copy
 from .transaction import let_go, transaction
 from .turns import Busy
 from .warmup import Comparison, RunsOtherwise, Warmed, warm
@@ -142,6 +142,7 @@ class CapturedCall(Graph):
         self._fresh = outputs == "fresh"
         self._runs = warmup
         self._device = device_of(args, kwargs, self._module, self.pool)
+        self._names = argument_names(args, kwargs, objects=objects)
         self._warmed: Warmed | None = None
         self._inputs: StaticInputs | None = None
         self._results: StaticOutputs | None = None
@@ -176,6 +177,8 @@ class CapturedCall(Graph):
         self._back: list[int] = []
         self._back_by_element: list[int] = []
         self._simple = False
+        # Whether arguments are on the host and the call runs on another device.
+        self._sends = False
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -426,7 +429,7 @@ class CapturedCall(Graph):
         if not self.signature.fits(args, kwargs):
             raise SignatureError(
                 f"The graph was captured for another call: "
-                f"{self.signature.differences(args, kwargs)}.",
+                f"{self.signature.differences(args, kwargs, 'captured')}.",
                 remedy="Capture a graph for this call, or use graphwright.graph().",
             )
         watch = self._watch
@@ -506,6 +509,9 @@ class CapturedCall(Graph):
             assert results is not None
             recording.order()
             targets = [torch.empty_like(base) for base in results.bases] if self._fresh else []
+            if self._sends:
+                assert self._inputs is not None
+                self._inputs.send(leaves)
             if self._simple:
                 recording.run([leaves[slot] for slot in self._sources], targets)
             else:
@@ -603,7 +609,7 @@ class CapturedCall(Graph):
         # The function holds none of the graph's memory: the graph may be closed at any time.
         lock, slots, single = self.pool._lock, tuple(self._sources), self._results.single
         everything = slots == tuple(range(len(self.signature.leaves)))
-        empty_like, thread = torch.empty_like, THREAD
+        empty_like, thread, sends = torch.empty_like, THREAD, self._sends
 
         def launch(args: Sequence[torch.Tensor]) -> Any:
             with lock:
@@ -611,6 +617,8 @@ class CapturedCall(Graph):
                 if recording is None or results is None or thread.depth:
                     raise GraphClosed("The graph was closed meanwhile.")
                 recording.order()
+                if sends and self._inputs is not None:
+                    self._inputs.send(args)
                 sources = args if everything else [args[slot] for slot in slots]
                 if single:
                     target = empty_like(results.bases[0])
@@ -743,6 +751,7 @@ class CapturedCall(Graph):
                         rehearse=rehearse,
                         draws_again=self._trained is None,
                         may_run_otherwise=self._as_eager is not None,
+                        names=self._names,
                     )
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators or self._warmed.draws)
@@ -843,11 +852,10 @@ class CapturedCall(Graph):
         ):
             allocate = self.pool._shared_bytes() if share_inputs else recorder.allocate
             inputs = StaticInputs(self._sample, allocate)
-            dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
-            self._back = dense if self._fresh else []
+            self._back = inputs.back(warmed.mutated) if self._fresh else []
             self._back_by_element = [s for s in warmed.mutated if s not in self._back]
-            self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
-            self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
+            self._sources, self._by_element = inputs.sources, inputs.by_element
+            self._sends = bool(inputs.hosts)
             self._simple = not (self._by_element or warmed.mutated)
             # No closures: an error's traceback would keep what they refer to alive.
             if self._tree is None:
@@ -1119,9 +1127,16 @@ def signature_of(
 
 
 def device_of(args: Args, kwargs: Kwargs, module: nn.Module, pool: MemoryPool) -> torch.device:
-    """The device of a call: its tensors', else the module's, else the pool's, else the default."""
+    """The device of a call: its tensors', else the module's, else the pool's, else the default.
+
+    Tensors on the host may be among those on a GPU, or given to a module that is there.
+
+    Raises:
+        CaptureError: the arguments are on several devices beside the host.
+    """
     found = {tensor.device: None for tensor in tensors_of((args, dict(kwargs)))}
-    if len(found) > 1:
+    on_host = [device for device in found if device.type == "cpu"]
+    if len(found) - len(on_host) > 1:
         names = argument_names(args, kwargs, objects=True)
         leaves, _ = flatten(args, kwargs, objects=True)
         each = [
@@ -1131,11 +1146,12 @@ def device_of(args: Args, kwargs: Kwargs, module: nn.Module, pool: MemoryPool) -
         ]
         raise CaptureError(
             f"The arguments are on several devices: {', '.join(each)}.",
-            remedy="Move them to one device: a graph would keep a CPU tensor's value for ever.",
+            remedy="Move them to one device.",
         )
     for tensor in (*module.parameters(), *module.buffers()):
         found.setdefault(tensor.device)
-    device = next(iter(found), pool.device)
+    on_device = (device for device in found if device.type != "cpu")
+    device = next(on_device, next(iter(found), pool.device))
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None:

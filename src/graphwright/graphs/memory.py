@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..calls import forking
 from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
+from .capture_budget import CaptureBudget
 from .conditions import keep_while_capturing
 from .recorder import Recorder, Recording
 
@@ -138,6 +139,8 @@ class MemoryPool:
         self.device = None if device is None else torch.device(device)
         # Held while a graph of the pool is recorded, replayed or closed.
         self._lock = forking.lock()
+        # What all captures in it are paid from.
+        self._budget = CaptureBudget()
         self._recorder: Recorder | None = None
         self._graphs: dict[int, weakref.ref[PooledGraph]] = {}  # least recently used first
         self._retired: deque[Recording] = deque()

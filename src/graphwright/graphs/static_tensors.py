@@ -16,6 +16,7 @@ from ..calls.objects import build, has_nodes
 from ..calls.signature import describe, leaf_names
 from ..errors import CaptureError, SignatureError
 from .recorder import Allocate
+from .staging import Staging
 
 # Tensors that span more than this many times their own bytes are copied element by element.
 _GAP_FACTOR = 2
@@ -102,30 +103,72 @@ def _places_of(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
     return end, places
 
 
+def is_on_host(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on the host, for a call that runs on a device."""
+    return tensor.device.type == "cpu" and device.type != "cpu"
+
+
+def hosts_among(leaves: Sequence[Any], device: torch.device) -> list[int]:
+    """Positions of the tensors on the host, for a call that runs on a device."""
+    return [
+        i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and is_on_host(x, device)
+    ]
+
+
 class StaticInputs:
     """The static inputs of a graph: the sample's leaves with their tensors in other memory.
+
+    All are on the device. Arguments on the host are sent there before each replay (`send`).
 
     Attributes:
         leaves: the sample's leaves, tensors replaced by the static ones.
         slots: positions of the tensors among the leaves, each tensor once.
+        hosts: those of them whose tensors the caller has on the host.
         geometries: of the leaves that are tensors, None for others.
     """
 
-    def __init__(self, sample: Sequence[Any], allocate: Allocate) -> None:
-        """Allocate memory for a sample's tensors and copy their values."""
+    def __init__(
+        self,
+        sample: Sequence[Any],
+        allocate: Allocate,
+        *,
+        hosts: Sequence[int] = (),
+        as_given: bool = False,
+    ) -> None:
+        """Allocate memory for a sample's tensors and copy their values.
+
+        Args:
+            sample: leaves of a call's arguments.
+            allocate: gives bytes on the device.
+            hosts: positions of those that callers have on the host, although the sample does not.
+            as_given: whether tensors on the host stay there, as in an eager call.
+        """
         self.leaves = list(sample)
         made: dict[int, torch.Tensor] = {}
         self.slots: list[int] = []
+        self.hosts: list[int] = []
+        self._staged: list[tuple[torch.Tensor, list[tuple[int, int]]]] = []
+        self._staging: Staging | None = None
         for group in _by_storage(sample):
             nbytes, places = _places_of([sample[index] for index in group])
             memory = allocate(nbytes)
+            first = sample[group[0]]
+            from_host = is_on_host(first, memory.device) or any(i in hosts for i in group)
+            if from_host and as_given:
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=first.device)
+            staged = []
             for index, place in zip(group, places, strict=True):
                 leaf = sample[index]
                 if id(leaf) not in made:
                     made[id(leaf)] = Geometry.of(leaf).at(memory, place)
                     self.slots.append(index)
+                    staged.append((index, place))
                 self.leaves[index] = made[id(leaf)]
+            if from_host:
+                self.hosts += [index for index, _ in staged]
+                self._staged.append((memory, staged))
         self.slots.sort()
+        self.hosts.sort()
         self.geometries = [
             Geometry.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves
         ]
@@ -142,8 +185,41 @@ class StaticInputs:
         for slot in self.slots:
             copy(leaves[slot], self.tensor(slot))
 
-    def in_one_range(self, slot: int) -> bool:
-        """Whether a slot's tensor is copied as one range of bytes: it has no large gaps."""
+    def send(self, leaves: Sequence[Any]) -> None:
+        """Send a call's arguments on the host to the device; the caller may change them then.
+
+        The current stream must wait for the last replay first.
+        """
+        if not self._staged:
+            return
+        if self._staging is None:
+            self._staging = Staging([memory for memory, _ in self._staged], self._views_in, copy)
+        with torch.no_grad():
+            self._staging.send(leaves)
+
+    def _views_in(self, parts: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """The arguments on the host in other memory, a part for each of their storages."""
+        return [
+            (slot, Geometry.of(self.tensor(slot)).at(part, place))
+            for part, (_, staged) in zip(parts, self._staged, strict=True)
+            for slot, place in staged
+        ]
+
+    @property
+    def sources(self) -> list[int]:
+        """Slots on the device that are copied in as one range of bytes: without large gaps."""
+        return [s for s in self.slots if s not in self.hosts and self._in_one_range(s)]
+
+    @property
+    def by_element(self) -> list[int]:
+        """Slots on the device that are copied in element by element."""
+        return [s for s in self.slots if s not in self.hosts and not self._in_one_range(s)]
+
+    def back(self, mutated: Sequence[int]) -> list[int]:
+        """Those of some slots that are copied back as one range of bytes."""
+        return [s for s in mutated if s not in self.hosts and is_dense(self.tensor(s))]
+
+    def _in_one_range(self, slot: int) -> bool:
         tensor = self.tensor(slot)
         return span(tensor) <= _GAP_FACTOR * tensor.numel() * tensor.element_size()
 
@@ -189,7 +265,8 @@ class StaticOutputs:
         self.bases: list[torch.Tensor] = []
         owners: dict[int, list[int]] = {}
         for slot in inputs.slots:
-            owners.setdefault(inputs.tensor(slot).untyped_storage()._cdata, []).append(slot)
+            if slot not in inputs.hosts:  # The caller's tensor is on the host, and no result is.
+                owners.setdefault(inputs.tensor(slot).untyped_storage()._cdata, []).append(slot)
         makers: dict[int, _Maker] = {}
         for group in _by_storage(leaves):
             tensors = [leaves[index] for index in group]

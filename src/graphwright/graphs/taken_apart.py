@@ -235,7 +235,8 @@ def seconds_with_objects(
 
     To take objects apart takes time, too.
     """
-    device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
+    devices = (tensor.device for tensor in call.tensors if tensor.device.type != "cpu")
+    device = next(devices, torch.device("cpu"))
     calls: tuple[Callable[..., Any], ...] = (answer, model)
     timer, state = Timer(device), ModuleState(model)
     found: tuple[list[float], list[float]] = [], []

@@ -34,7 +34,7 @@ from .python_state import PythonState, StateChanges
 from .random_state import put_seed, put_state
 from .reads import Read, Reads
 from .recorder import Allocate, Recorder
-from .static_tensors import StaticInputs, refuse_results
+from .static_tensors import StaticInputs, hosts_among, refuse_results
 from .transaction import let_go
 
 # Arguments that are the chance of a dropout, and the value that drops nothing, by operation; other
@@ -46,6 +46,11 @@ _KEEP_ALL = {
     "_cudnn_rnn": ("dropout", 0.0),
     "_cudnn_rnn_backward": ("dropout", 0.0),
 }
+
+_ON_DEVICE = (
+    "Pass it on the device, and let the call compute with it there; or pass its values as plain "
+    "numbers, each of which gets a graph of its own."
+)
 
 # Plans another way to record a call; returns the bytes of each memory segment that this takes.
 Fallback = Callable[[Sequence[torch.Generator], Sequence[Draw]], tuple[int, ...]]
@@ -102,6 +107,7 @@ def warm(
     rehearse: bool = True,
     draws_again: bool = False,
     may_run_otherwise: bool = True,
+    names: Sequence[str] = (),
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes is put back.
 
@@ -119,6 +125,7 @@ def warm(
             use.
         may_run_otherwise: whether it may run other operations in a capture than in eager mode
             although these read nothing from the device.
+        names: of the arguments' leaves.
 
     Raises:
         RunsOtherwise: it does so, and must not.
@@ -128,7 +135,7 @@ def warm(
     allocate = _ordinary_allocator(recorder.device)
     comparison = Comparison() if comparison is None else comparison
     trial = _ObservedRuns(work, sample, recorder, python_state, comparison, copies)
-    eager, first, set_up, written_eagerly = trial.eager()
+    eager, first, set_up, written_eagerly = trial.eager_on_device(names)
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     _refuse_caught(first)
     made, first_draws, used = first.made_storages, first.draws, first.external
@@ -359,25 +366,33 @@ class _ObservedRuns:
         self._python_state = python_state
         self._comparison = comparison
         self._copies = copies
+        # Where the leaves of the last eager run's results were.
+        self._devices: list[torch.device | None] = []
 
     def eager(
-        self, under: AbstractContextManager[Any] | None = None
+        self, under: AbstractContextManager[Any] | None = None, *, as_given: bool = False
     ) -> tuple[Any, Journal, list[torch.UntypedStorage], tuple[int, ...]]:
         """Run the call as plain eager code.
 
         Args:
             under: a context to run it in.
+            as_given: whether arguments on the host stay there.
 
         Returns:
             what `Comparison.keep` kept of its results; its journal; the storages that it changed
             among those of the model's tensors; the slots of the arguments that it wrote to.
         """
-        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
+        allocate = _ordinary_allocator(self._recorder.device)
+        inputs = StaticInputs(self._sample, allocate, as_given=as_given)
         journal = Journal(self._copies)
         try:
             with self._recorder.warming(pretend=False), compilers_off(), journal:
                 with self._python_state.refusing_advances(), under or contextlib.nullcontext():
-                    kept = self._comparison.keep(self._work(inputs))
+                    result = self._work(inputs)
+                    kept = self._comparison.keep(result)
+            leaves = pytree.tree_leaves(result)
+            self._devices = [x.device if isinstance(x, torch.Tensor) else None for x in leaves]
+            del result, leaves
             self._python_state.check()
             written = [storage for storage in journal.written if self._python_state.holds(storage)]
             written = [storage for storage in written if journal.changed(storage)]
@@ -389,6 +404,45 @@ class _ObservedRuns:
         if self._copies is not None:
             self._recorder.tidy()  # The next run needs blocks of other sizes.
         return kept, journal, written, slots
+
+    def eager_on_device(
+        self, names: Sequence[str]
+    ) -> tuple[Any, Journal, list[torch.UntypedStorage], tuple[int, ...]]:
+        """As `eager`, which has arguments on the host on the device; that must change nothing.
+
+        Args:
+            names: of the arguments' leaves.
+
+        Raises:
+            CaptureError: it does: the call needs them on the host.
+        """
+        hosts = hosts_among(self._sample, self._recorder.device)
+        if not hosts:
+            return self.eager()
+        named = ", ".join(names[slot] for slot in hosts) or "An argument"
+        try:
+            run = self.eager()
+        except Exception as error:
+            self.eager(as_given=True)  # Where that fails too, it is the call's own error.
+            raise CaptureError(
+                f"{named} on the host: the call fails with a copy of it on the device, which is "
+                f"what a graph reads: {first_line(error)}",
+                where=user_frame(error),
+                remedy=_ON_DEVICE,
+            ) from error
+        devices = self._devices
+        given, _, _, slots = self.eager(as_given=True)
+        try:
+            if devices != self._devices or slots != run[-1]:
+                raise CaptureError("")
+            self._comparison.compare(run[0], given, run[1].dtypes)
+        except CaptureError as error:
+            raise CaptureError(
+                f"{named} on the host: the call computes or writes something else with a copy of "
+                "it on the device, which is what a graph reads.",
+                remedy=_ON_DEVICE,
+            ) from error
+        return run
 
     def compare_without_dropout(self) -> None:
         """Compare a run that pretends to be captured with a plain one, both without dropout.
@@ -643,6 +697,10 @@ class Comparison:
             dtypes: those that the work computed in.
         """
         check_same_result(result, kept, rounding_of(dtypes))
+
+    def compare(self, kept: Any, eager: Any, dtypes: Iterable[torch.dtype]) -> None:
+        """As `check`, for what `keep` kept of both runs."""
+        check_same_result(kept, eager, rounding_of(dtypes))
 
 
 def rounding_of(dtypes: Iterable[torch.dtype]) -> float:

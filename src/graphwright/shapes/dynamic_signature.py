@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +94,22 @@ class DynamicSignature:
         if _gaps(leaves, self.axes, self.formats) != self.gaps:
             return None
         return self._named_sizes(leaves)
+
+    def difference(self, other: CallSignature, made: str) -> str | None:
+        """How a call differs in more than the named sizes, in words; None if its arguments do not.
+
+        Args:
+            other: the signature of that call.
+            made: what was done for calls of this family: "captured", "tuned".
+        """
+        theirs = other.by_name()
+        leaves = []
+        for (name, mine), axes in zip(self._signature.by_name().items(), self.axes, strict=True):
+            have = theirs.get(name, ())
+            same = len(have) == 5 and have[1] == mine[1] and have[3] == mine[3]
+            leaves.append(have if axes and same and _alike(have[0], mine[0], axes) else mine)
+        at_its_sizes = replace(self._signature, leaves=tuple(leaves))
+        return "; ".join(at_its_sizes.other_arguments(other, made)) or None
 
     @property
     def overlap(self) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.dependence import InputDependence
-from ..calls.signature import flatten
+from ..calls.signature import argument_names, flatten
 from ..calls.snapshots import Call, ModuleState, Outcome, layout, outputs_by_name, run
 from ..errors import first_line
 from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
@@ -30,6 +30,7 @@ from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
 from .padding import PaddingPlan, Sizes
+from .positions import HOLDS_POSITIONS, Positions
 from .sampler import CallSampler, Change
 from .verdicts import Impossible, Names, Verdicts
 
@@ -330,9 +331,31 @@ class Prover:
             for each in self._every if only is None else only:
                 why = self._differs(verdicts, sizes, true, each)
                 if why is not None:
-                    return f"with {change}, {why}"
+                    return f"with {change}, {why}{self._why_it_moves(bucket, padded)}"
         assert true is not None
         return self._strides(verdicts, sizes, true.leaves, true.seen)
+
+    def _why_it_moves(self, sizes: Sizes, padded: Names) -> str:
+        """Which arguments hold positions that padding moves, in words, to be added to a reason."""
+        subject, positions = self.subject, Positions()
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            positions.begin(flatten(args, kwargs)[0])
+            return subject.fn(*args, **kwargs)
+
+        assert self._state is not None
+        self._calls += 1
+        call = subject.call("proof", subject.at(sizes))
+        run(begun, call, self._state, lambda result, call: None, positions)
+        names = argument_names(call.args, call.kwargs)
+        moved = [any(size.name in padded for size in own.values()) for own in subject.axes]
+        found: dict[str, list[str]] = {}
+        for place, other in sorted(positions.found):
+            if moved[place] or moved[other]:
+                found.setdefault(names[place], []).append(names[other])
+        return "".join(
+            f"; {name}{HOLDS_POSITIONS}{', '.join(others)}" for name, others in found.items()
+        )
 
     def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_Trial]:
         """What to try for some sizes."""
@@ -374,6 +397,7 @@ class Prover:
             f"with {change} it would answer a call that eager refuses: "
             f"{first_line(error, 160)}. Declare {limits} if there are no such calls"
         )
+        message += self._why_it_moves(verdicts.bucket, verdicts.padded(sizes))
         same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
         return message if same else Impossible(message)
 

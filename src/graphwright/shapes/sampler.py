@@ -90,7 +90,8 @@ class CallSampler:
     def device(self) -> torch.device:
         """Where the function runs."""
         tensors = [leaf for leaf in self.sample if isinstance(leaf, torch.Tensor)]
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        devices = (t.device for t in tensors if t.device.type != "cpu")
+        return next(devices, torch.device("cpu"))
 
     def at(self, sizes: Sizes) -> list[Any]:
         """The sample at other sizes: a part of it, or extended so that no two rows are alike.

@@ -79,6 +79,9 @@ class ProvedPaddedCalls(PaddedCalls):
                 return problem
         return PlannedCall(plan, tuned, strides_of(leaves))
 
+    def difference(self, args: Args, kwargs: Kwargs) -> str | None:
+        return self._family.signature.difference(CallSignature.of(args, kwargs), "tuned")
+
     def plans(self) -> dict[ShapeKey, tuple[PaddingPlan, int]]:
         """The plans of all sizes between the buckets, or, if these are many, of those proved.
 

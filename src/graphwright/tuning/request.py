@@ -415,9 +415,11 @@ def device_of(module: nn.Module, calls: Iterable[Call]) -> torch.device:
     for name, parameter in module.named_parameters():
         places.setdefault(parameter.device, f"parameter {name}")
     for name, leaf in (pair for call in calls for pair in call.leaves().items()):
-        # 0-d tensors on the CPU act as plain numbers beside CUDA tensors.
-        if isinstance(leaf, torch.Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu"):
+        if isinstance(leaf, torch.Tensor):
             places.setdefault(leaf.device, name)
+    on_gpu = {device: name for device, name in places.items() if device.type != "cpu"}
+    if on_gpu and all(p.device.type != "cpu" for p in module.parameters()):
+        places = on_gpu  # Inputs may be on the host: time steps, lengths.
     if len(places) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in places.items())
         raise SignatureError(

@@ -24,7 +24,7 @@ from ..host_draws import Draw, draw_others, is_foreign, repeat
 from ..memory import MemoryPool, format_bytes
 from ..reads import Read, Reads
 from ..recorder import Interrupted, Recorder
-from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy, is_dense
+from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy
 from ..transaction import let_go, transaction
 from .observation import ObservingTracer
 from .recording import RecordingTracer
@@ -248,7 +248,7 @@ class SegmentTree:
         """At the end of a path: make the static outputs, and name what is to be copied out."""
         assert isinstance(tracer, RecordingTracer)
         results, node = StaticOutputs(tree, inputs, tracer.external), tracer.nodes[-1]
-        node.back = [s for s in mutated if copy_plan.fresh and is_dense(inputs.tensor(s))]
+        node.back = inputs.back(mutated) if copy_plan.fresh else []
         node.back_by_element = [s for s in mutated if s not in node.back]
         drained = [*results.bases, *(inputs.tensor(slot) for slot in node.back)]
         return results, [byte_view(tensor) for tensor in drained] if copy_plan.fresh else []
@@ -314,6 +314,7 @@ class SegmentTree:
         with torch.no_grad():
             for slot in copy_plan.by_element:
                 copy(leaves[slot], self.inputs.tensor(slot))
+        self.inputs.send(leaves)
         sources: Sequence[torch.Tensor] = [leaves[slot] for slot in copy_plan.sources]
         while True:
             for source in node.sources:
@@ -390,9 +391,8 @@ class SegmentTree:
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
         with torch.inference_mode(False):
-            inputs = StaticInputs(
-                self.inputs.leaves, functools.partial(_allocate_ordinary, self._device)
-            )
+            allocate = functools.partial(_allocate_ordinary, self._device)
+            inputs = StaticInputs(self.inputs.leaves, allocate, hosts=self.inputs.hosts)
             copies = {number: storage.clone() for number, storage in memory.items()}
         known = [*node.known(), arrival]
         observer = ObservingTracer(known, copies, inputs, self._device, self._unrecordable)

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import CaptureError
 from ...graphs.recorder import Recording
-from ...graphs.static_tensors import Geometry, StaticInputs, copy, is_dense
+from ...graphs.static_tensors import Geometry, StaticInputs, copy
 from .outputs import Outputs
 
 # Seconds that a backward waits for a capture on another thread.
@@ -64,14 +64,9 @@ class InputCopies:
     @classmethod
     def of(cls, inputs: StaticInputs, mutated: Sequence[int]) -> InputCopies:
         """The copies of a call that writes to the arguments at some positions."""
-        sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
-        back = [slot for slot in mutated if is_dense(inputs.tensor(slot))]
-        return cls(
-            sources,
-            [slot for slot in inputs.slots if slot not in sources],
-            back,
-            [slot for slot in mutated if slot not in back],
-        )
+        back = inputs.back(mutated)
+        by_element = [slot for slot in mutated if slot not in back]
+        return cls(inputs.sources, inputs.by_element, back, by_element)
 
 
 @dataclass(eq=False)
@@ -122,6 +117,7 @@ class Activations:
         targets = [torch.empty_like(base) for base in results.bases]
         for slot in copies.by_element:
             copy(leaves[slot], self.inputs.tensor(slot))
+        self.inputs.send(leaves)
         self.forward.run(
             [leaves[slot] for slot in copies.sources],
             [*targets, *(leaves[slot] for slot in copies.back)],

@@ -32,6 +32,7 @@ from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
 from ...graphs.python_state import PythonState, place_of
 from ...graphs.reads import Read, explain
 from ...graphs.recorder import Interrupted
+from ...graphs.static_tensors import hosts_among
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
 from .activations import Activations, Lease, Replay
@@ -118,6 +119,13 @@ class CapturedPair(Graph):
         named = owner._function if isinstance(owner, FunctionModule) else owner
         super().__init__(pool, name_of(named, self._sample))
         self._device = device_of(args, kwargs, owner, pool)
+        on_host = set(hosts_among(self._sample, self._device)) & {*self._passes.wanted}
+        if on_host:
+            raise CaptureError(
+                f"{self._passes.names[min(on_host)]} requires grad and is on the host, and the "
+                f"call runs on {self._device}.",
+                remedy="Pass it on the device; a copy there passes its gradient on to the host.",
+            )
         self._owner = owner
         self._runs = warmup
         self._parameters: list[torch.Tensor] = []
@@ -211,7 +219,8 @@ class CapturedPair(Graph):
         refuse_hooks_for_saved_tensors()
         recorder = self.pool._recorder_for(self._device)
         with self._transaction() as undo:
-            warmed = warm(self._passes.both, sample, recorder, undo, self._runs)
+            names = self._passes.names
+            warmed = warm(self._passes.both, sample, recorder, undo, self._runs, names=names)
             self._passes.check_writes(warmed.mutated)
         self._outside |= {s.data_ptr() for s in warmed.external if s.nbytes()}
         return warmed

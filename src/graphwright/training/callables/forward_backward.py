@@ -37,6 +37,7 @@ class Passes:
     """The two passes of a call.
 
     Attributes:
+        names: of the leaves of the arguments.
         wanted: positions of the arguments that get gradients.
         trained: parameters, and other tensors that the call reaches, that get gradients.
         outputs: the differentiable results of the last forward, each tensor once.
@@ -79,7 +80,7 @@ class Passes:
         self.wanted = list(slots.values())
         names = argument_names(args, kwargs)
         self._names = [names[slot] for slot in self.wanted]
-        self._all_names = names
+        self.names = names
         self.trained: list[torch.Tensor] = []
         if grad and not isinstance(owner, FunctionModule):
             for name, parameter in owner.named_parameters():
@@ -215,7 +216,7 @@ class Passes:
         Args:
             mutated: positions of the arguments that it writes to.
         """
-        if written := [self._all_names[slot] for slot in mutated if slot in self.wanted]:
+        if written := [self.names[slot] for slot in mutated if slot in self.wanted]:
             raise CaptureError(
                 f"The call writes to {', '.join(written)}, which requires grad.",
                 remedy="Make a new tensor instead, or pass a detached one.",
@@ -257,7 +258,7 @@ class Passes:
                 "them; a graph would not.",
                 remedy="Return what is new instead.",
             )
-        for name, leaf in zip(self._all_names, inputs.leaves, strict=True):
+        for name, leaf in zip(self.names, inputs.leaves, strict=True):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 raise CaptureError(
                     f"The call writes something that requires grad to {name}.",

@@ -17,8 +17,10 @@ from ...calls.introspection import FunctionStandIn
 from ...calls.modes import opaque
 from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
-from ...dispatch.graphed_callable import OnMiss
-from ...errors import GraphwrightError, SignatureError, levels_above
+from ...calls.watch import ModuleWatch
+from ...dispatch.graphed_callable import NOT_YET, UNPAID, OnMiss
+from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
+from ...graphs.capture_budget import Looks, now
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
 from ...graphs.memory import MemoryPool
 from ...graphs.turns import turns_of
@@ -27,6 +29,10 @@ from .captured_pair import BUSY, CapturedPair, Refusal
 
 # How many pairs of graphs are kept; beyond that the least recently used one is closed.
 _MAX_PAIRS = 32
+# Calls without graphs that are remembered, with the state of the module, in case they come back.
+_MAX_SEEN = 16
+# New kinds of such calls in a row, of which none comes back, before a caller is told.
+_MANY_NEW = 16
 
 
 @dataclass
@@ -45,6 +51,25 @@ class TrainingCallStatistics:
     captures: int = 0
     added_sets: int = 0
     eager: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Seen:
+    """A kind of call without graphs, and the state of the module.
+
+    Attributes:
+        signature: the call's.
+        grad: whether gradients were on.
+        watch: of the module as it was.
+        calls: how many calls there were when it was seen last.
+        graph: whether it has had graphs since it came back.
+    """
+
+    signature: CallSignature
+    grad: bool
+    watch: ModuleWatch
+    calls: int
+    graph: bool = False
 
 
 class GraphedForward(FunctionStandIn):
@@ -84,6 +109,10 @@ class GraphedForward(FunctionStandIn):
         self._on_miss = on_miss
         self._pairs: list[CapturedPair] = []  # most recently used first
         self._refused: list[tuple[CallSignature, bool]] = []
+        self._seen: list[_Seen] = []  # most recently seen first
+        self._looks = Looks()
+        self._rests_for = NOT_YET
+        self._new_kinds = 0
         self._warned: set[str] = set()
         self._ever_trained: list[torch.Tensor] = []
         self._look_like(self.original)
@@ -111,6 +140,10 @@ class GraphedForward(FunctionStandIn):
         if why is not None:
             self.statistics.eager[why] += 1
             return self._call_original(args, kwargs)
+        if self._looks.rests:
+            self.statistics.eager[self._rests_for] += 1
+            return self._call_original(args, kwargs)
+        began = now()
         with self.pool._lock:
             pair = self._find(args, kwargs)
             lease = None if pair is None else pair.reserve()
@@ -121,10 +154,13 @@ class GraphedForward(FunctionStandIn):
                 self.statistics.eager["it could not be captured"] += 1
                 return self._call_original(args, kwargs)
             try:
-                pair = self._capture(args, kwargs)
+                pair = self._capture_in_budget(args, kwargs, began)
             except GraphwrightError as error:
                 return self._give_up(args, kwargs, error)
+            if pair is None:
+                return self._call_original(args, kwargs)
             lease = pair.reserve()
+        self._looks.found()
         if lease is None:
             found = self._another_set(pair, args, kwargs)
             if isinstance(found, Refusal):
@@ -133,6 +169,68 @@ class GraphedForward(FunctionStandIn):
         result = lease.pair.call(lease, args, kwargs)
         self.statistics.replays += 1
         return result
+
+    def _capture_in_budget(self, args: Any, kwargs: Any, began: float) -> CapturedPair | None:
+        """Capture a call that no graph fits, which was looked for since `began`, if allowed."""
+        is_new, comes_back = self._sight(args, kwargs)
+        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+            if capture.allowed:
+                return self._capture(args, kwargs)
+        self._postpone(args, kwargs, now() - began, is_new=is_new)
+        return None
+
+    def _answered(self) -> int:
+        """How many calls graphs have answered."""
+        return self.statistics.replays
+
+    def _sight(self, args: Any, kwargs: Any) -> tuple[bool, bool]:
+        """Note a call that has no graph.
+
+        Returns:
+            whether its kind is new with the module as it is, and whether it comes back after other
+            calls and may have its one free capture.
+        """
+        calls = self.statistics.replays + sum(self.statistics.eager.values())
+        grad = torch.is_grad_enabled()
+        for seen in self._seen:
+            if seen.grad is grad and seen.signature.fits(args, kwargs) and not seen.watch.changed():
+                others = calls - seen.calls > 1
+                seen.calls = calls
+                comes_back = others and not seen.graph and len(self._pairs) < _MAX_PAIRS
+                if comes_back:
+                    seen.graph, self._new_kinds = True, 0
+                return False, comes_back
+        try:
+            any_order = not sees_order(self.original)
+            signature = CallSignature.of(args, kwargs, any_order=any_order)
+        except SignatureError:
+            return True, False
+        watch = ModuleWatch(self._owner, values=False, training=True)
+        self._seen = [_Seen(signature, grad, watch, calls), *self._seen[: _MAX_SEEN - 1]]
+        return True, False
+
+    def _postpone(self, args: Any, kwargs: Any, seconds: float, *, is_new: bool) -> None:
+        """Count a call that the budget for captures leaves no graph for; tell where it never ends.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            seconds: that it took to find out.
+            is_new: whether no such call was seen before with the module as it is.
+        """
+        self._looks.failed(seconds, is_new=is_new)
+        self._new_kinds += is_new
+        self._rests_for = UNPAID if self._new_kinds > _MANY_NEW else NOT_YET
+        self.statistics.eager[self._rests_for] += 1
+        if self._rests_for == UNPAID and UNPAID not in self._warned:
+            self._warned.add(UNPAID)
+            warnings.warn(
+                f"{self!r} runs calls without graphs, since {UNPAID}: most calls are of another "
+                f"kind than those before, or find the module changed "
+                f"({self._difference(args, kwargs)}). Keep it as it is between calls; pass what "
+                "changes as a tensor, and change weights in place.",
+                stacklevel=levels_above(),
+            )
 
     def _another_set(self, pair: CapturedPair, args: Any, kwargs: Any) -> Lease | Refusal:
         """A set of activations for a forward that found all of them waiting for their backwards."""
@@ -215,6 +313,7 @@ class GraphedForward(FunctionStandIn):
         for pair in self._pairs:
             pair.close()
         self._pairs = []
+        self._seen = []
 
     def __repr__(self) -> str:
         return f"<graphed {getattr(self.original, '__qualname__', self.original)!s}>"
@@ -286,7 +385,7 @@ class GraphedForward(FunctionStandIn):
 
     def _difference(self, args: Any, kwargs: Any) -> str:
         for pair in self._pairs:
-            found = pair.signature.differences(args, kwargs) or pair.changed()
+            found = pair.signature.differences(args, kwargs, "captured") or pair.changed()
             return found or "gradients are on or off, or needed for other parameters"
         return "nothing is captured"
 
@@ -306,7 +405,7 @@ class GraphedForward(FunctionStandIn):
         if signature is not None:
             self._refused = [*self._refused[-_MAX_PAIRS:], (signature, torch.is_grad_enabled())]
         warnings.warn(
-            f"{self!r} runs a call without graphs: {error.what}", stacklevel=levels_above()
+            f"{self!r} runs a call without graphs: {in_a_row(error)}", stacklevel=levels_above()
         )
         return result
 

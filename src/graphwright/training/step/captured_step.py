@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...calls.signature import Args, Kwargs
 from ...calls.watch import ModuleWatch
@@ -38,8 +39,12 @@ class StepComparison(Comparison):
     def check(self, told: Any, kept: Any, dtypes: Iterable[torch.dtype]) -> None:
         """See `Comparison`."""
         results, grads = told
-        super().check(results, kept[0], dtypes)
-        mine, its = _norms(grads), kept[1]
+        self.compare((pytree.tree_leaves(results), _norms(grads)), kept, dtypes)
+
+    def compare(self, kept: Any, eager: Any, dtypes: Iterable[torch.dtype]) -> None:
+        """See `Comparison`."""
+        super().compare(kept[0], eager[0], dtypes)
+        mine, its = kept[1], eager[1]
         if mine.shape != its.shape:
             raise different_result()
         finite = (

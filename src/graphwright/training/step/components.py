@@ -53,24 +53,27 @@ def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[to
 
 
 def device_of_training(parameters: Sequence[torch.Tensor], batch: Any) -> torch.device:
-    """The one device of parameters and batch.
+    """The one device of parameters and batch; tensors of the batch may be on the host.
 
     Raises:
         CaptureError: there are several devices, or none.
     """
     devices = {p.device for p in parameters}
     theirs = {t.device for t in tensors_of(batch)}
-    if len(devices | theirs) > 1:
+    found = devices | theirs
+    if any(device.type != "cpu" for device in found):
+        found = devices | {device for device in theirs if device.type != "cpu"}
+    if len(found) > 1:
         raise CaptureError(
             f"The parameters are on {_names(devices)}, the batch on {_names(theirs)}.",
             remedy="Move the batch to the parameters' device before the step.",
         )
-    if not devices | theirs:
+    if not found:
         raise CaptureError(
             "The step has neither parameters nor tensors as arguments.",
             remedy="Pass the optimizer, or let the step name the model.",
         )
-    return next(iter(devices | theirs))
+    return next(iter(found))
 
 
 def _names(devices: Iterable[torch.device]) -> str:

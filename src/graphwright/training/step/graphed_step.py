@@ -30,6 +30,7 @@ from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
     SignatureError,
+    in_a_row,
     in_words,
     levels_above,
 )
@@ -49,13 +50,9 @@ _FIRST = "first step of an optimizer"
 # Steps until a refused capture is tried again; what made the step fail may be gone.
 _RETRY = 16
 _REFUSED = "it cannot be captured"
-# After more changes of constant options of optimizers, no new graphs are captured until they have
-# stayed as they are for some steps: so many at first, twice as many each time.
-_MAX_CHANGES = 8
-_STEADY = 16
-# After this many replays in a row, former changes no longer count.
-_SETTLED = 100
-_UNSETTLED = "what it is made of changes again and again"
+_UNPAID = "capturing does not pay off"
+# Kinds of steps without a graph that are remembered, in case they come back.
+_MAX_SEEN = 256
 # How many graphs are kept whose options are others than at present: these may come back.
 _MAX_KEPT = 3
 
@@ -94,6 +91,23 @@ class _Refused:
     times: int = 0
 
 
+@dataclass
+class _Seen:
+    """A kind of step without a graph.
+
+    Attributes:
+        signature: of its batch.
+        options: of the optimizers.
+        steps: how many steps there were when it was seen last.
+        graph: whether it has had a graph since it came back.
+    """
+
+    signature: CallSignature
+    options: list[Any]
+    steps: int
+    graph: bool = False
+
+
 class GraphedStep(RunsStep):
     """A training step that is answered by graphs; made by `graph_step`.
 
@@ -125,11 +139,8 @@ class GraphedStep(RunsStep):
         self._graphs: list[CapturedStep] = []  # most recently used first
         self._warned: set[str] = set()
         self._last_miss = ""
-        self._changes = 0
         self._options: list[Any] = []  # those of the optimizers when no graph fitted last
-        self._steady = 0  # steps without a graph since these have changed
-        self._patience = _STEADY
-        self._replays_in_a_row = 0
+        self._seen: list[_Seen] = []  # most recently seen first
         self._captured: list[CallSignature] = []  # signatures that had a graph
         self._refused: list[_Refused] = []
         self._closed = False
@@ -262,12 +273,9 @@ class GraphedStep(RunsStep):
             result = graph.step(args, kwargs)
         except SignatureError as error:  # For example, an argument shares memory with weights.
             return self._fall_back(
-                "an argument is one that no graph takes", error.what, args, kwargs
+                "an argument is one that no graph takes", in_a_row(error), args, kwargs
             )
         self._statistics.replays += 1
-        self._replays_in_a_row += 1
-        if self._replays_in_a_row >= _SETTLED:
-            self._changes, self._patience = 0, _STEADY
         return result
 
     def _find(self, args: Args, kwargs: Kwargs) -> CapturedStep | None:
@@ -315,17 +323,11 @@ class GraphedStep(RunsStep):
         """A new graph for a step that no graph fits; or the reason why not, and the details."""
         why = self._difference(args, kwargs)
         changed = list(self._graphs[0].settings.differences()) if self._graphs else []
-        self._drop_stale(changed)
+        followed = self._drop_stale(changed)
         if self._on_miss != "capture" and not any(
             each.fits(args, kwargs) for each in self._captured
         ):
             return None, "no graph fits", why
-        if self._changes > _MAX_CHANGES:
-            if self._steady < self._patience:
-                if changed:
-                    why += f"; {self._builder.why_constant(changed[0])}. Change it more rarely"
-                return None, _UNSETTLED, why
-            self._changes, self._patience = _MAX_CHANGES, 2 * self._patience
         if len(self._graphs) >= self._max_graphs:
             self._drop_others(keep=self._max_graphs - 1)
         if len(self._graphs) >= self._max_graphs:
@@ -336,7 +338,10 @@ class GraphedStep(RunsStep):
             if known.waits > 0:
                 return None, _REFUSED, known.reason
         try:
-            graph = self._capture_in_budget(args, kwargs)
+            # There are only so many numbers that can be followed, each once.
+            comes_back = self._sight(args, kwargs) or followed
+            with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+                graph = self._capture_in_limit(args, kwargs) if capture.allowed else None
         except (CaptureError, MemoryBudgetExceeded) as error:
             let_go(error)  # Its frames hold gradients.
             reason = in_words(error)[0]
@@ -349,9 +354,32 @@ class GraphedStep(RunsStep):
                     signature = CallSignature.of(args, kwargs, any_order=any_order)
                     self._refused.append(_Refused(signature, reason))
             return None, _REFUSED, reason
+        if graph is None:
+            if changed:
+                why += f"; {self._builder.why_constant(changed[0])}. Change it more rarely"
+            return None, _UNPAID, why
         if known is not None:
             self._refused.remove(known)
         return graph, "", ""
+
+    def _answered(self) -> int:
+        """How many steps graphs have answered."""
+        return self._statistics.replays
+
+    def _sight(self, args: Args, kwargs: Kwargs) -> bool:
+        """Note a step that has no graph; whether such steps come back after others."""
+        steps = self._statistics.replays + self._statistics.eager.total()
+        for seen in self._seen:
+            if seen.options == self._options and seen.signature.fits(args, kwargs):
+                others, seen.steps = steps - seen.steps > 1, steps
+                comes_back = others and not seen.graph
+                seen.graph = seen.graph or comes_back
+                return comes_back
+        with contextlib.suppress(SignatureError):
+            signature = CallSignature.of(args, kwargs, any_order=not sees_order(self._step))
+            seen = _Seen(signature, self._options, steps)
+            self._seen = [seen, *self._seen[: _MAX_SEEN - 1]]
+        return False
 
     def _fall_back(self, reason: str, why: str, args: Args, kwargs: Kwargs) -> Any:
         self._last_miss = why
@@ -384,10 +412,9 @@ class GraphedStep(RunsStep):
         if all(graph.signature != known for known in self._captured):
             self._captured.append(graph.signature)
         self._statistics.captures += 1
-        self._replays_in_a_row = 0
         return graph
 
-    def _capture_in_budget(self, args: Args, kwargs: Kwargs) -> CapturedStep:
+    def _capture_in_limit(self, args: Args, kwargs: Kwargs) -> CapturedStep:
         """Capture; for want of memory, graphs that may never fit again give way."""
         try:
             return self._capture(args, kwargs)
@@ -397,25 +424,26 @@ class GraphedStep(RunsStep):
             let_go(error)
         return self._capture(args, kwargs)
 
-    def _drop_stale(self, changed: list[tuple[Any, int, str]]) -> None:
+    def _drop_stale(self, changed: list[tuple[Any, int, str]]) -> bool:
         """Close graphs that will never fit again, and read numbers that change from tensors.
 
         Args:
             changed: options that are others than in the graph that was used last.
+
+        Returns:
+            whether a number is read from a tensor from now on.
         """
         options = self._builder.options()
         followed = False
         if options != self._options:
-            self._options, self._steady = options, 0
+            self._options = options
             if changed:
                 followed = self._builder.follow(changed)
-                self._changes += not followed
-        else:
-            self._steady += 1
         for graph in list(self._graphs):
             if graph.state is not GraphState.READY or graph.is_stale():
                 self._drop(graph)
         self._drop_others(keep=0 if followed else _MAX_KEPT)
+        return followed
 
     def _drop_others(self, keep: int) -> bool:
         """Close graphs with other options than at present but those used last; whether any was.
@@ -437,7 +465,7 @@ class GraphedStep(RunsStep):
             return "its graphs were closed, or something that they were made of has changed"
         graph = self._graphs[0]
         if not graph.signature.fits(args, kwargs):
-            return f"{graph.signature.differences(args, kwargs)}"
+            return f"{graph.signature.differences(args, kwargs, 'captured')}"
         option = graph.settings.difference()
         if option is not None:
             return f"{option[2]} of {type(option[0]).__name__} has changed"
