@@ -192,9 +192,9 @@ class ModuleProxy(nn.Module, StandIn):
             if not isinstance(inner, FunctionModule) or not may_be_looked_up(name):
                 raise
             found = attribute_of(self, inner._function, name)
-        if isinstance(found, types.MethodType) and not torch.compiler.is_compiling():
-            return self._graphwright_bound(name, found)
-        return found
+        if torch.compiler.is_compiling() or not isinstance(found, types.MethodType):
+            return found
+        return self._graphwright_bound(name, found)
 
     def _graphwright_bound(self, name: str, method: types.MethodType) -> types.MethodType:
         """A method of the module, or of a part, whose calls of the module reach this object."""
