@@ -52,6 +52,7 @@ from ..report.result import EAGER
 from ..report.table import duration, ratio
 from ..strategies.base import Built, Candidate
 from .padded_calls import OTHER_KIND, PaddedCalls
+from .proved_forms import ProvedForms
 
 # Reasons why a call falls back to the module, as `TunedModule.calls` counts them.
 GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
@@ -206,6 +207,8 @@ class _Choice:
         self.by_key: dict[Any, list[Entry]] = {}
         # In which forms the calls of the table pass their arguments.
         self.forms: dict[Form, None] = dict.fromkeys(_form(signature) for signature, _ in table)
+        # In which other forms they were proved to be the same.
+        self.proved = ProvedForms(module)
 
     def found_for(self, args: Args, kwargs: Kwargs) -> tuple[Entry | None, Args, Kwargs]:
         """The entry that answers a call, and the call in the form of that entry.
@@ -248,6 +251,21 @@ class _Choice:
             if entry[0].fits(args, kwargs):
                 return entry
         return None
+
+    def proved_for(self, args: Args, kwargs: Kwargs) -> tuple[Entry | None, Kwargs]:
+        """The entry that answers a call but for plain keywords that are proved to change nothing.
+
+        Behind it are the keyword arguments of its form. The first call of a form may run the module
+        for a proof: see `proved_forms`.
+        """
+        watch = self.watch
+        alone = watch is not None and self.apart is None and self.same_under_no_grad
+        if alone and not isinstance(self.module, Absent):
+            for entry in self.table:
+                named = self.proved.in_form_of(entry[0], args, kwargs)
+                if named is not None:
+                    return entry, named
+        return None, kwargs
 
     def padded_callable_for(
         self, padded: PaddedCalls, args: Args, kwargs: Kwargs
@@ -483,6 +501,10 @@ class TunedModule(ModuleProxy):
         ):
             choice.last_difference = "training mode, or an input that requires grad"
             return choice.eager(GRADIENTS, choice.module, args, kwargs)
+        if found is None:
+            found, other = choice.proved_for(args, kwargs)
+            if found is not None:
+                mine, named = args, other
         tuned, way = (None if found is None else found[1]), "tuned"
         kind = OTHER if choice.table else NOTHING_TUNED
         if found is None and choice.padded is not None:

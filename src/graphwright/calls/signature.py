@@ -648,6 +648,14 @@ class CallSignature:
         names = argument_names(args, kwargs, objects=self.objects)
         return dict(zip(names, self.leaves, strict=True))
 
+    def plain_keywords(self) -> dict[str, Any]:
+        """The keyword arguments of the call that are plain values themselves."""
+        _, kwargs = self.spec.children()
+        _, named = unflatten(self.leaves, self.spec)
+        pairs = zip(named.items(), kwargs.children(), strict=True)
+        found = {name: leaf for (name, leaf), each in pairs if each.is_leaf()}
+        return {name: _value_of(leaf) for name, leaf in found.items() if len(leaf) == 2}
+
     def in_short(self, width: int = 40) -> str:
         """The arguments in a few words: sizes of tensors, and plain values by their names."""
         found = [
