@@ -282,7 +282,12 @@ class _Uses:
             is_left = after[1:] == ["IS_OP"] and after[0].startswith("LOAD_")
             before = steps[index - 1] if index else None
             of = before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None
-            if after[:1] == ["IS_OP"] or is_left or of == "id" or (of == "type" and _compares(steps)):
+            if (
+                after[:1] == ["IS_OP"]
+                or is_left
+                or of == "id"
+                or (of == "type" and _compares(steps))
+            ):
                 self.compared = True
 
 

@@ -167,7 +167,6 @@ class CaptureBudget:
         answered, before = self._last[0](), self._last[1]
         return answered is not None and answered() - before >= WORTH_CALLS
 
-
     def _forget_threads(self) -> None:
         """In a forked child, forget what other threads capture: there, none of it will end."""
         self._capturing &= {threading.get_ident()}
