@@ -435,6 +435,32 @@ def test_identity_is_compared_with_the_module() -> None:
         torch.testing.assert_close(gw.graph(module).same_and_called(x, module), module(x))
 
 
+def test_a_type_that_is_compared_by_identity_is_the_module_s() -> None:
+    class Typed(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)
+
+        def compares(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x) if type(self) is Typed else x
+
+        def compares_later(self, x: torch.Tensor) -> torch.Tensor:
+            kind = type(self)
+            return self(x) if Typed is kind else x
+
+        def names(self, x: torch.Tensor) -> torch.Tensor:
+            assert type(self).__name__ == "Typed"
+            return self(x) if x is not None else x
+
+    module, x = Typed().eval(), sample()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore", gw.errors.FallbackWarning)
+        graphed: Any = gw.graph(module)
+        torch.testing.assert_close(graphed.compares(x), module(x))
+        torch.testing.assert_close(graphed.compares_later(x), module(x))
+        torch.testing.assert_close(graphed.names(x), module(x))
+    assert graphed.statistics.hits == 1
+
+
 LINES = {
     "graph": "model.parts[1] = graphwright.graph(model.parts[1])",
     "fuse": "model.parts[1] = graphwright.fuse(model.parts[1])",

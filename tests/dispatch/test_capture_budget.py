@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
+import math
+import os
 import random
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -220,6 +224,49 @@ def test_release_forgets_that_calls_wait() -> None:
     assert graphed.statistics.captures == before + 2
 
 
+@pytest.mark.parametrize("maker", ["make_graphed_callables", "graph_step"])
+def test_release_makes_captures_for_training_free_again(maker: str) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed: Any
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if maker == "graph_step":
+            graphed = gw.graph_step(step, (torch.randn(4, 8),))
+            release, statistics = graphed.release, graphed.statistics
+        else:
+            graphed = gw.make_graphed_callables(model, (torch.randn(4, 8),))
+            release, statistics = graphed.forward.close, graphed.forward.statistics
+        for size in range(5, 30):
+            graphed(torch.randn(size, 8))
+        release()
+        before = statistics.captures
+        for size in (4, 5, 6):
+            graphed(torch.randn(size, 8))
+    assert statistics.captures == before + 3
+
+
+def test_weights_that_were_replaced_are_let_go_while_calls_of_a_training_wait() -> None:
+    model = Net()
+    gw.make_graphed_callables(model, (torch.randn(4, 8),))
+    old = []
+    with torch.enable_grad():
+        for _ in range(10):
+            model.linear.weight = nn.Parameter(torch.randn(8, 8))
+            old.append(weakref.ref(model.linear.weight))
+            model(torch.randn(4, 8)).sum().backward()
+    gc.collect()
+    assert [weight() is not None for weight in old] == [False] * 9 + [True]
+
+
 # ------------------------------------------------------------ the budget alone
 
 
@@ -309,6 +356,33 @@ def test_one_thread_s_paid_capture_lets_no_other_begin_meanwhile(clock: Any) -> 
         thread.start()
         thread.join()
     assert found == [False]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+def test_a_forked_child_waits_for_no_capture_of_its_parent_s_threads() -> None:
+    budget, asker = CaptureBudget(), Asker()
+    for _ in range(FREE_CAPTURES):
+        asker.asks(budget)
+    budget._at_s = -math.inf
+    began, over = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with budget.capture(asker.answered) as found:
+            assert found.allowed
+            began.set()
+            over.wait()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    began.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Newer Pythons warn of threads.
+        child = os.fork()
+    if not child:
+        os._exit(0 if asker.asks(budget) else 1)
+    over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_looks_in_vain_keep_to_their_share_of_time(clock: Any) -> None:

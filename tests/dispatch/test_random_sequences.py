@@ -21,7 +21,7 @@ from graphwright.graphs.capture_budget import SHARE
 
 FREE_CAPTURES = 3
 CALLS = 60
-QUICK, ALL = range(15), range(15, 200)
+QUICK, ALL = range(5), range(5, 200)
 BUCKETS = (3, 6)
 
 

@@ -206,17 +206,23 @@ def test_a_server_ends_although_a_call_takes_longer_than_the_drain() -> None:
     end_with(before)
 
 
+# Each is a process of its own, which takes seconds: few of them at once.
+WRONG = [
+    (["nothing.gw"], "There is no file nothing.gw"),
+    ([TARGET, "--host", "1.2.3.4"], "1.2.3.4:0 cannot be listened on"),
+]
+MORE_WRONG = [
+    (["nothing.py:f"], "There is no file nothing.py"),
+    ([TARGET, TARGET], "Two models are called config"),
+    (["a=" + TARGET, "b=" + TARGET, "c.gw", "--model", TARGET], "--model is of one FILE"),
+    ([TARGET, "--tls", __file__, __file__], "cannot be read as a certificate"),
+    ([TARGET, "--timeout", "soon"], "is no duration above zero"),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["nothing.py:f"], "There is no file nothing.py"),
-        (["nothing.gw"], "There is no file nothing.gw"),
-        ([TARGET, TARGET], "Two models are called config"),
-        (["a=" + TARGET, "b=" + TARGET, "c.gw", "--model", TARGET], "--model is of one FILE"),
-        ([TARGET, "--host", "1.2.3.4"], "1.2.3.4:0 cannot be listened on"),
-        ([TARGET, "--tls", __file__, __file__], "cannot be read as a certificate"),
-        ([TARGET, "--timeout", "soon"], "is no duration above zero"),
-    ],
+    [*WRONG, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_WRONG)],
 )
 def test_a_wrong_command_is_told_in_one_sentence(words: list[str], said: str) -> None:
     command = [sys.executable, "-m", "graphwright", "serve", *words, "--device", "cpu"]

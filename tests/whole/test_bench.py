@@ -535,6 +535,7 @@ def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
         _answered("mlp", tmp_path, "saved", str(tmp_path / "caches"))
 
 
+@pytest.mark.slow
 def test_host_arguments_runs_and_is_right(tmp_path: Path) -> None:
     assert host_arguments.benchmark(tmp_path, rounds=2, quick=True) == 0
     found = json.loads((tmp_path / "host-arguments.json").read_text())

@@ -133,8 +133,16 @@ def test_other_language_models_by_their_defaults(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "MT5ForConditionalGeneration"])
-def test_fifty_steps_with_one_cache_are_right_and_captured_by_few_graphs(name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen2ForCausalLM",
+        pytest.param("MT5ForConditionalGeneration", marks=pytest.mark.slow),
+    ],
+)
+def test_fifty_steps_with_one_cache_are_right_and_captured_by_few_graphs(
+    name: str, clock: Any
+) -> None:
     model = generative.build(name)
     graphed = gw.graph(model)
     given = generative.inputs(name)

@@ -18,6 +18,7 @@ import copy
 import dis
 import functools
 import inspect
+import itertools
 import operator
 import sys
 import types
@@ -223,7 +224,7 @@ class _RunningParts:
 def calls_itself(function: Any, kind: type) -> bool:
     """Whether a method may call its own module or hand it to others, itself or by another method.
 
-    What compares its module by identity says no: `self` has to be the module there.
+    What compares its module, or its type, by identity says no: `self` has to be the module there.
 
     Args:
         function: of the method.
@@ -280,13 +281,26 @@ class _Uses:
             self.bare = True
             is_left = after[1:] == ["IS_OP"] and after[0].startswith("LOAD_")
             before = steps[index - 1] if index else None
-            of_id = before is not None and before.opname == "LOAD_GLOBAL" and before.argval == "id"
-            if after[:1] == ["IS_OP"] or is_left or of_id:
+            of = before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None
+            if (
+                after[:1] == ["IS_OP"]
+                or is_left
+                or of == "id"
+                or (of == "type" and _compares(steps))
+            ):
                 self.compared = True
 
 
 def _steps(code: types.CodeType) -> list[dis.Instruction]:
     return [step for step in dis.get_instructions(code) if step.opname not in _NO_STEPS]
+
+
+def _compares(steps: list[dis.Instruction]) -> bool:
+    """Whether code compares something by its identity, other than with None."""
+    return any(
+        step.opname == "IS_OP" and (before.opname, before.argval) != ("LOAD_CONST", None)
+        for before, step in itertools.pairwise(steps)
+    )
 
 
 def _loads(step: dis.Instruction, name: str) -> bool:

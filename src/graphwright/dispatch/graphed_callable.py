@@ -597,7 +597,9 @@ class GraphedCallable(FunctionStandIn):
         turn = self.pool._budget.turn_of(self)
         mine = self._tally.calls(self._entries.ready())
         seen = call.state.sighted(call.signature, call.grad, (mine, turn))
-        if seen is None or seen.graph or self._entries.is_full():
+        # What grows with each call comes back with each text: as many graphs as it has calls.
+        grows = self._changes_shape(call.signature)
+        if seen is None or seen.graph or grows or self._entries.is_full():
             return seen is None, False
         others = turn != seen.calls[1] and self._entries.captures < self._max_graphs
         if mine - seen.calls[0] <= 1 and not others:

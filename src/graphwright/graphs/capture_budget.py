@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 import weakref
@@ -68,6 +69,7 @@ class CaptureBudget:
         self._asker = 0
         self._turns = 0
         self.renew()
+        _ALL.add(self)
 
     def renew(self) -> None:
         """Begin anew, with captures that are free."""
@@ -164,6 +166,23 @@ class CaptureBudget:
         assert self._last is not None
         answered, before = self._last[0](), self._last[1]
         return answered is not None and answered() - before >= WORTH_CALLS
+
+    def _forget_threads(self) -> None:
+        """In a forked child, forget what other threads capture: there, none of it will end."""
+        self._capturing &= {threading.get_ident()}
+        if self._at_s == math.inf:
+            self._at_s = now() + self._wait_s
+
+
+_ALL: weakref.WeakSet[CaptureBudget] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for budget in list(_ALL):
+        budget._forget_threads()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Looks:

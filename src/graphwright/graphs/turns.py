@@ -65,8 +65,8 @@ class Turns:
             if thread in calls or captures or self._waiting:
                 with calling():
                     return fn(*args, **kwargs)
-            calls[thread] = 1  # As in `_begin_call`.
             try:
+                calls[thread] = 1  # As in `_begin_call`.
                 if captures or self._waiting:
                     del calls[thread]
                     with calling():

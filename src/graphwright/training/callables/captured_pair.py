@@ -196,11 +196,14 @@ class CapturedPair(Graph):
         assert watch is not None
         return watch.changed()
 
-    @property
-    def stale(self) -> bool:
-        """Whether it can never answer a call again."""
+    def is_stale(self, held: set[int] | None = None) -> bool:
+        """Whether it can never answer a call again.
+
+        Args:
+            held: identities of the tensors that the module holds now, if they are known.
+        """
         return self.state is not GraphState.READY or (
-            self._watch is not None and self._watch.rebound()
+            self._watch is not None and self._watch.rebound(held)
         )
 
     # Capture.

@@ -109,13 +109,17 @@ class GraphedForward(FunctionStandIn):
         self._on_miss = on_miss
         self._pairs: list[CapturedPair] = []  # most recently used first
         self._refused: list[tuple[CallSignature, bool]] = []
+        self._warned: set[str] = set()
+        self._ever_trained: list[torch.Tensor] = []
+        self._begin_anew()
+        self._look_like(self.original)
+
+    def _begin_anew(self) -> None:
+        """Forget which calls have had no graph."""
         self._seen: list[_Seen] = []  # most recently seen first
         self._looks = Looks()
         self._rests_for = NOT_YET
         self._new_kinds = 0
-        self._warned: set[str] = set()
-        self._ever_trained: list[torch.Tensor] = []
-        self._look_like(self.original)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -206,8 +210,21 @@ class GraphedForward(FunctionStandIn):
         except SignatureError:
             return True, False
         watch = ModuleWatch(self._owner, values=False, training=True)
+        self._drop_replaced(watch.tensor_ids)
         self._seen = [_Seen(signature, grad, watch, calls), *self._seen[: _MAX_SEEN - 1]]
         return True, False
+
+    def _drop_replaced(self, held: set[int]) -> None:
+        """Drop what keeps weights alive that the module no longer has.
+
+        Args:
+            held: identities of the tensors that the module holds now.
+        """
+        self._seen = [seen for seen in self._seen if not seen.watch.rebound(held)]
+        with self.pool._lock:
+            self._pairs = [pair for pair in self._pairs if not pair.is_stale(held)]
+            held = held.union(*([id(t) for t in pair.trained] for pair in self._pairs))
+            self._ever_trained = [t for t in self._ever_trained if id(t) in held]
 
     def _postpone(self, args: Any, kwargs: Any, seconds: float, *, is_new: bool) -> None:
         """Count a call that the budget for captures leaves no graph for; tell where it never ends.
@@ -313,7 +330,8 @@ class GraphedForward(FunctionStandIn):
         for pair in self._pairs:
             pair.close()
         self._pairs = []
-        self._seen = []
+        self._begin_anew()
+        self.pool._budget.renew()
 
     def __repr__(self) -> str:
         return f"<graphed {getattr(self.original, '__qualname__', self.original)!s}>"
@@ -353,7 +371,7 @@ class GraphedForward(FunctionStandIn):
             return self._capture_new(args, kwargs) if found is None else found
 
     def _capture_new(self, args: Any, kwargs: Any) -> CapturedPair:
-        self._pairs = [pair for pair in self._pairs if not pair.stale]
+        self._pairs = [pair for pair in self._pairs if not pair.is_stale()]
         while len(self._pairs) >= _MAX_PAIRS:
             idle = next((p for p in reversed(self._pairs) if not p.in_use), None)
             if idle is None:

@@ -208,6 +208,8 @@ class GraphedStep(RunsStep):
                 graph.close()
             self._graphs = []
             self._refused = []
+            self._seen = []
+            self.pool._budget.renew()
             self.pool._trim()
 
     def close(self) -> None:
