@@ -27,6 +27,8 @@ SEEN: list[Any] = []
 
 def tuned_for(model: nn.Module, **kwargs: Any) -> TunedModule:
     def winner(*args: Any, **named: Any) -> Any:
+        assert not args
+        assert named.keys() == kwargs.keys()  # In the form that was tuned.
         with torch.no_grad():
             return model(*args, **named)
 

@@ -19,14 +19,14 @@ X = torch.arange(8.0).reshape(2, 4)
 
 
 class Scaled(nn.Module):
-    """Multiplies by a number, and takes any other keywords."""
+    """Multiplies by a number, and by how many other keywords there are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0, **other: Any) -> torch.Tensor:
-        return self.linear(x) * scale
+        return self.linear(x) * (scale * (1 + len(other)))
 
 
 @pytest.fixture(autouse=True)
