@@ -11,6 +11,7 @@ No proof is tried where anything is in doubt: see `is_same_call`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import sys
 import types
@@ -315,11 +316,16 @@ def _outside_refused() -> Iterator[None]:
             sys.setprofile(None)
             raise _Doubt
 
+    # What garbage collection calls is nothing that the run does.
+    collects = gc.isenabled()
+    gc.disable()
     sys.setprofile(look)
     try:
         yield
     finally:
         sys.setprofile(None)
+        if collects:
+            gc.enable()
 
 
 def _inside(value: Any) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
