@@ -259,7 +259,6 @@ class GraphedCallable(FunctionStandIn):
                 result = following.shortcut(args, kwargs)
                 if result is not MISS:
                     following.hits += 1
-                    latest.then = following
                     self._recent, self._short = following, (following, following.shortcut)
                     return result
         elif self._rest is not None:
