@@ -116,8 +116,6 @@ class CapturedPair(Graph):
         self._refused: tuple[Refusal, int | None] | None = None
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
-        named = owner._function if isinstance(owner, FunctionModule) else owner
-        super().__init__(pool, name_of(named, self._sample))
         self._device = device_of(args, kwargs, owner, pool)
         on_host = set(hosts_among(self._sample, self._device)) & {*self._passes.wanted}
         if on_host:
@@ -126,6 +124,10 @@ class CapturedPair(Graph):
                 f"call runs on {self._device}.",
                 remedy="Pass it on the device; a copy there passes its gradient on to the host.",
             )
+        # What it reads beside what its module reaches.
+        self._parts = Parts()
+        named = owner._function if isinstance(owner, FunctionModule) else owner
+        super().__init__(pool, name_of(named, self._sample))
         self._owner = owner
         self._runs = warmup
         self._parameters: list[torch.Tensor] = []
@@ -134,8 +136,6 @@ class CapturedPair(Graph):
         self._watch: ModuleWatch | None = None
         self._outside: set[int] = set()
         self._written: list[torch.Tensor] = []
-        # What it reads beside what its module reaches.
-        self._parts = Parts()
 
     @property
     def no_backward(self) -> str | None:
