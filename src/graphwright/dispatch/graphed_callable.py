@@ -107,6 +107,8 @@ _FIRST_CARRIED_CALLS = 5
 _FEW_BARE = 3
 # New kinds of calls in a row, of which none comes back, before a caller is told.
 _MANY_NEW = 16
+# At rest, the clock is read at one call of so many: it costs half of what such a call adds.
+_CALLS_A_CLOCK = 8
 # States in a row that prepare() captures graphs for.
 _STATES_AHEAD = 3
 # Times that more attributes are found which a call reads before it sets them.
@@ -626,7 +628,9 @@ class GraphedCallable(FunctionStandIn):
             else:
                 missed = Miss(NOT_YET, "it is captured when it comes back after other calls")
         self._rests_for, self._why_rests = missed.category, missed.reason
-        self._rest = self._make_rest(missed.category) if self._looks.rests else None
+        # Parts may answer what is refused as a whole.
+        at_rest = self._looks.rests and self._parts_for(missed.category) is None
+        self._rest = self._make_rest(missed.category) if at_rest else None
         return missed
 
     def _make_rest(self, category: str) -> Shortcut:
@@ -640,10 +644,12 @@ class GraphedCallable(FunctionStandIn):
         grad_is_on, call = torch.is_grad_enabled, self._entries.turns.taking(self.fn)
 
         def rest(args: Args, kwargs: Kwargs) -> Any:
-            # Parts may answer what is refused as a whole.
-            if clock() >= until_s or grad_is_on() or self._parts is not None:
+            if grad_is_on():
                 return MISS
-            count[0] += 1
+            count[0] = number = count[0] + 1
+            if not number % _CALLS_A_CLOCK and clock() >= until_s:
+                count[0] -= 1
+                return MISS
             return call(args, kwargs)
 
         return rest

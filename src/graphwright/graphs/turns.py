@@ -62,20 +62,17 @@ class Turns:
 
         def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             thread = me()
-            if thread in calls or captures or self._waiting:
-                with calling():
-                    return fn(*args, **kwargs)
-            try:
-                calls[thread] = 1  # As in `_begin_call`.
-                if captures or self._waiting:
-                    del calls[thread]
-                    with calling():
+            if thread not in calls:
+                try:
+                    calls[thread] = 1  # As in `_begin_call`.
+                    if not (captures or self._waiting):
                         return fn(*args, **kwargs)
+                finally:
+                    calls.pop(thread, None)
+                    if self._waiting:
+                        self._end_waiting()
+            with calling():
                 return fn(*args, **kwargs)
-            finally:
-                calls.pop(thread, None)
-                if self._waiting:
-                    self._end_waiting()
 
         return call
 
