@@ -372,6 +372,9 @@ def main() -> None:
     calling = commands.add_parser("calls", help="what a call costs beside what answers it")
     calling.add_argument("src", type=Path, nargs="?", help="the src folder of another checkout")
     calling.add_argument("--rounds", type=int, default=10)
+    calling.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="begin no round after so long"
+    )
     calling.add_argument("--strategies", nargs="+", default=[], metavar="NAME")
     calling.add_argument("--out", type=Path, default=RESULTS)
     others = commands.add_parser("engines", help="other engines beside eager")
@@ -536,7 +539,8 @@ def main() -> None:
     elif given.command == "calls":
         from .calls.run import benchmark as call
 
-        sys.exit(bool(call(given.out, given.src, given.rounds, given.strategies)))
+        missed = call(given.out, given.src, given.rounds, given.strategies, given.limit_s)
+        sys.exit(bool(missed))
     elif given.command == "engines":
         from .engines.run import benchmark as engines
 

@@ -178,9 +178,13 @@ def rounds(strategies: list[str]) -> None:
 
 
 def measured(
-    source: Path, count: int, other: Path | None, strategies: list[str]
+    source: Path, count: int, other: Path | None, strategies: list[str], limit_s: float
 ) -> tuple[Row, Row]:
-    """Rounds of "now", and of "before" where there is another checkout; what is known of both."""
+    """Rounds of "now", and of "before" where there is another checkout; what is known of both.
+
+    No round but the first begins later than `limit_s` after the start.
+    """
+    began = time.monotonic()
     sides = {"now": source} | ({} if other is None else {"before": other})
     processes: dict[str, subprocess.Popen[str]] = {}
     facts: Row = {}
@@ -198,6 +202,8 @@ def measured(
             assert process.stdout is not None
             facts[side] = json.loads(process.stdout.readline())
         for turn in range(count):
+            if turn and time.monotonic() > began + limit_s:
+                break
             for side in list(sides) if turn % 2 else list(sides)[::-1]:
                 process = processes[side]
                 assert process.stdin is not None
@@ -313,9 +319,11 @@ def _us(value: float) -> str:
     return f"{value:,.1f}"
 
 
-def benchmark(out: Path, other: Path | None, count: int, strategies: list[str]) -> int:
+def benchmark(
+    out: Path, other: Path | None, count: int, strategies: list[str], limit_s: float
+) -> int:
     """Measure and write; the number of targets missed."""
-    found, facts = measured(HERE, count, other, strategies)
+    found, facts = measured(HERE, count, other, strategies, limit_s)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
         "schema": SCHEMA,
