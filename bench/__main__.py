@@ -359,6 +359,7 @@ def main() -> None:
     composed = commands.add_parser("composition", help="graph(fuse(m)) beside tune's fused+graph")
     composed.add_argument("--out", type=Path, default=RESULTS)
     refused = commands.add_parser("refused", help="calls that graph() refuses, beside eager")
+    refused.add_argument("--changing", action="store_true", help="calls that find another state")
     refused.add_argument("--out", type=Path, default=RESULTS)
     refused.add_argument("--quick", action="store_true", help="try the script: no result")
     objects = commands.add_parser("objects", help="calls with caches and objects, beside eager")
@@ -376,6 +377,7 @@ def main() -> None:
         "--limit-s", type=float, default=float("inf"), help="begin no round after so long"
     )
     calling.add_argument("--strategies", nargs="+", default=[], metavar="NAME")
+    calling.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     calling.add_argument("--out", type=Path, default=RESULTS)
     others = commands.add_parser("engines", help="other engines beside eager")
     others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
@@ -527,7 +529,7 @@ def main() -> None:
     elif given.command == "refused":
         from .refused.run import benchmark as refuse
 
-        sys.exit(refuse(given.out, quick=given.quick))
+        sys.exit(refuse(given.out, quick=given.quick, changing_only=given.changing))
     elif given.command == "objects":
         from .objects.run import benchmark as objects
 
@@ -539,8 +541,8 @@ def main() -> None:
     elif given.command == "calls":
         from .calls.run import benchmark as call
 
-        missed = call(given.out, given.src, given.rounds, given.strategies, given.limit_s)
-        sys.exit(bool(missed))
+        options = given.strategies, given.only, given.limit_s
+        sys.exit(bool(call(given.out, given.src, given.rounds, *options)))
     elif given.command == "engines":
         from .engines.run import benchmark as engines
 

@@ -143,8 +143,11 @@ def block(work: Callable[[], object], count: int, wait: Callable[[], object]) ->
     return (time.perf_counter() - began) / count
 
 
-def rounds(strategies: list[str]) -> None:
+def rounds(strategies: list[str], only: list[str]) -> None:
     """Answer each line on stdin by a round of measurements."""
+    from graphwright.ops import compiled_checks
+
+    compiled_checks.provide()  # Else they are built meanwhile.
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
@@ -156,6 +159,8 @@ def rounds(strategies: list[str]) -> None:
     facts: Row = {}
     with torch.no_grad():
         for name, (model, args) in models(device).items():
+            if only and not any(part in name for part in only):
+                continue
             print(f"setting up {name}", file=sys.stderr, flush=True)
             calls, facts[name] = ways(name, model, args, strategies)
             # Checks in C++ are made once there were some looks.
@@ -178,7 +183,12 @@ def rounds(strategies: list[str]) -> None:
 
 
 def measured(
-    source: Path, count: int, other: Path | None, strategies: list[str], limit_s: float
+    source: Path,
+    count: int,
+    other: Path | None,
+    strategies: list[str],
+    only: list[str],
+    limit_s: float,
 ) -> tuple[Row, Row]:
     """Rounds of "now", and of "before" where there is another checkout; what is known of both.
 
@@ -192,7 +202,7 @@ def measured(
     try:
         for side, where in sides.items():
             processes[side] = process = subprocess.Popen(
-                command("bench.calls.run", *strategies),
+                command("bench.calls.run", json.dumps(strategies), json.dumps(only)),
                 env=variables(where),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -320,10 +330,15 @@ def _us(value: float) -> str:
 
 
 def benchmark(
-    out: Path, other: Path | None, count: int, strategies: list[str], limit_s: float
+    out: Path,
+    other: Path | None,
+    count: int,
+    strategies: list[str],
+    only: list[str],
+    limit_s: float,
 ) -> int:
     """Measure and write; the number of targets missed."""
-    found, facts = measured(HERE, count, other, strategies, limit_s)
+    found, facts = measured(HERE, count, other, strategies, only, limit_s)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
         "schema": SCHEMA,
@@ -353,4 +368,4 @@ def benchmark(
 
 
 if __name__ == "__main__":
-    rounds(sys.argv[1:])
+    rounds(*map(json.loads, sys.argv[1:]))
