@@ -32,6 +32,7 @@ from .feeding.run import SHOWN
 from .feeding.run import to_markdown as feeding_to_markdown
 from .fusion.run import over_inductor, ratio
 from .fusion.run import to_markdown as fusion_to_markdown
+from .host_arguments.run import to_markdown as host_arguments_to_markdown
 from .objects.run import to_markdown as objects_to_markdown
 from .operators.run import to_markdown as operators_to_markdown
 from .plots import Bars, Curve
@@ -788,9 +789,13 @@ TOPICS = (
     Topic(
         "feeding",
         "Feeding the device",
-        "Batches copied to the device while a graph of ResNet-50 computes.",
-        ["feeding"],
-        {"feeding*": _unnamed(feeding_to_markdown)},
+        "Batches copied to the device while a graph of ResNet-50 computes; and time steps of a "
+        "diffusion model that its caller keeps on the host.",
+        ["feeding", "host-arguments"],
+        {
+            "feeding*": _unnamed(feeding_to_markdown),
+            "host-arguments*": _unnamed(host_arguments_to_markdown),
+        },
         _feeding,
     ),
     Topic(
