@@ -19,7 +19,7 @@ from click import unstyle
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from graphwright.cli.main import _serving, main
+from graphwright.cli.main import main
 from graphwright.cli.targets import load_target, parse_input
 from graphwright.errors import GraphwrightError, TargetError
 from graphwright.report.terminal import printing
@@ -789,35 +789,6 @@ def test_profile_of_a_backward_pass(source: Path, monkeypatch: pytest.MonkeyPatc
     result = invoke("profile", f"{source}:pair", "--device", "cpu", "--training")
     assert result.exit_code == 0, result.output
     assert "forward and backward" in result.output
-
-
-def test_tune_ends_with_three_lines_of_what_to_do_next(source: Path, tmp_path: Path) -> None:
-    saved, report = tmp_path / "out.gw", tmp_path / "out.json"
-    target = f"{source}:pair"
-    *_, first, second, third = invoke("tune", target, *QUICK).stdout.splitlines()
-    assert first.startswith("Next, in Python:  fast = gw.tune(")
-    assert second.endswith(f"graphwright tune {target} --save pair.gw")
-    assert third.endswith(f"graphwright tune {target} --details")
-    done = invoke("tune", target, *QUICK, "--save", saved, "--json", report)
-    assert f"      serve it:   graphwright serve {saved} --model {target}\n" in done.stdout
-    assert f"      see more:   graphwright report {report} --details\n" in done.stdout
-    assert "Next" not in invoke("tune", target, *QUICK, "--details").stdout
-
-
-@pytest.mark.parametrize(
-    ("strategy", "model", "options"),
-    [
-        ("fused", False, ""),
-        ("torchscript:freeze", False, " --trust"),
-        ("channels_last+inductor+graph", True, " --model net.py:net --trust"),
-        ("eager:no_grad", True, " --model net.py:net"),
-    ],
-)
-def test_the_command_that_serves_a_file_has_what_loading_needs(
-    strategy: str, model: bool, options: str
-) -> None:
-    command = _serving("out.gw", strategy, "net.py:net", model=model)
-    assert command == f"graphwright serve out.gw{options}"
 
 
 def test_run_writes_a_page(source: Path, tmp_path: Path) -> None:

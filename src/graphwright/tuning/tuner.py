@@ -228,7 +228,13 @@ def tune(
 
 
 class Tuning:
-    """One run of `tune`, step by step. `report` holds what is known at any moment."""
+    """One run of `tune`, step by step. `report` holds what is known at any moment.
+
+    Attributes:
+        asked: for what.
+        report: of the run.
+        cached: whether the choice cache has the choice.
+    """
 
     def __init__(
         self,
@@ -293,6 +299,7 @@ class Tuning:
         self._same_under_no_grad = True
         # The ranges of sizes that the choice was proved to answer; None until then.
         self._ranges: tuple[Range, ...] | None = None
+        self.cached = False
 
     # ------------------------------------------------------------ the run
 
@@ -328,6 +335,7 @@ class Tuning:
             progress.step("what was chosen before")
             tuned = self._tuned_from_cache(recalled)
             if tuned is not None:
+                self.cached = True
                 return tuned
         known = self._profile(progress)
         with self._screening as screening:
@@ -355,7 +363,7 @@ class Tuning:
         # What a busy machine decided is not for the next run, which may have a quiet one.
         if key is not None and not any(row.unsteady for row in self.report.rows):
             self.report.seconds = time.monotonic() - self._started
-            choice_cache.remember(key, self.report)
+            self.cached = choice_cache.remember(key, self.report) is not None
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
