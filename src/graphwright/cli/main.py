@@ -21,6 +21,8 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
+from .._version import __version__
+from .interrupts import CTRL_C, EXIT_INTERRUPTED
 from .outputs import (
     EXIT_BAD_INPUT,
     check_files,
@@ -34,7 +36,6 @@ from .outputs import (
 )
 
 EXIT_FOUND = 1
-EXIT_INTERRUPTED = 130
 # Options of tune that say where results go, and those that do not matter to one strategy alone.
 _FILES = ("json_file", "markdown_file", "svg_file", "html_file", "with_samples", "save_file")
 _OF_A_SEARCH = ("strategies", "exclude", "budget", "exhaustive", "profiled", "fresh", "details")
@@ -77,30 +78,37 @@ class _Seconds(click.ParamType[float]):
         return seconds
 
 
-class _Group(click.Group):
-    """Ends a command whatever happens: an error in one sentence and with 2, Ctrl-C with 130."""
+class _Command(click.Command):
+    """Ends whatever happens: an error in one sentence and with 2, Ctrl-C with 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from ..errors import GraphwrightError
-        from ..report.terminal import Unheard
-
         for stream in ("stdout", "stderr"):
             if getattr(sys, stream) is None:  # It was closed before this began.
                 setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for good
+        # Only now: help needs none of it, and PyTorch takes seconds.
+        from .. import _public  # noqa: F401  # all of it, before a Ctrl-C may leave it half-done
+        from ..errors import GraphwrightError
+        from ..report.terminal import Unheard
+
         stderr: Any = Unheard(sys.stderr)
         with contextlib.redirect_stderr(stderr):
             try:
-                return super().invoke(ctx)
+                with CTRL_C.in_order():
+                    return super().invoke(ctx)
             except GraphwrightError as error:
                 click.echo(f"graphwright: {error}", err=True)
                 ctx.exit(EXIT_BAD_INPUT)
             except (KeyboardInterrupt, click.Abort):
-                click.echo("graphwright: interrupted.", err=True)
+                CTRL_C.tell()
                 ctx.exit(EXIT_INTERRUPTED)
 
 
+class _Group(click.Group):
+    command_class = _Command
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="graphwright")
+@click.version_option(__version__, package_name="graphwright")
 def main() -> None:
     """Make PyTorch models fast on the machine they run on, and prove them still right."""
 
@@ -312,7 +320,7 @@ def tune(
     deliver(files, writers, printed)
     if tuned is None:
         kept = "" if save_file is None else ": no winner was saved"
-        click.echo(f"graphwright: interrupted{kept}.", err=True)
+        CTRL_C.tell(kept)
         raise SystemExit(EXIT_INTERRUPTED)
 
 
@@ -817,7 +825,3 @@ def _warnings_on_stderr() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = tell
         yield
-
-
-if __name__ == "__main__":
-    main()
