@@ -23,12 +23,19 @@ class CtrlC:
     """The handler of SIGINT in a process that is a command."""
 
     def __init__(self) -> None:
-        self._at_once, self._told = True, False
+        self._taken, self._at_once, self._told = False, True, False
 
     def take(self) -> None:
         """Handle SIGINT, unless it is ignored here, as in a job in the background."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._handle)
+            self._taken = True
+
+    def end_at_once(self) -> None:
+        """Let the next Ctrl-C end the process, also where others have handled it."""
+        self._at_once = True
+        if self._taken:
+            self.take()
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:

@@ -463,7 +463,7 @@ def serve(
     A TARGET is as for tune, or a function that returns a graphwright.ModelConfig; a FILE.gw is what
     `tune --save` wrote. A model is called as its function or file, unless NAME= says otherwise.
     Requests for a model are joined into batches. SIGTERM and Ctrl-C end the server once it has
-    answered what was asked.
+    answered what was asked, a second Ctrl-C at once.
     """
     from ..serving.launch import check_installed
     from ..serving.options import options_of

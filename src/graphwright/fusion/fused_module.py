@@ -32,6 +32,7 @@ from ..calls.options import (
     count_problem,
     flag_problem,
     kwargs_problem,
+    names_checked,
     positive_problem,
     refuse,
 )
@@ -522,6 +523,7 @@ def _summary(region: Region) -> list[tuple[str, str]]:
     ]
 
 
+@names_checked
 def fuse(
     fn_or_module: Callable[..., Any],
     args: Sequence[Any] = (),

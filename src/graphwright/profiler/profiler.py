@@ -19,6 +19,7 @@ from ..calls.options import (
     callable_problem,
     flag_problem,
     kwargs_problem,
+    names_checked,
     refuse,
     shown,
 )
@@ -57,6 +58,7 @@ _TRIALS_S = 2.0
 _UNCOUNTED = 0.1
 
 
+@names_checked
 def profile(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),

@@ -23,7 +23,7 @@ from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.host_generators import generators_kept
 from ..calls.modes import cached_weights_refused
 from ..calls.modules import FunctionModule
-from ..calls.options import flag_problem, refuse
+from ..calls.options import flag_problem, names_checked, refuse
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks
@@ -81,6 +81,7 @@ _BETWEEN = "Some calls between the buckets will fall back to eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
 
 
+@names_checked
 def tune(
     model: Callable[..., Any],
     args: Args = (),

@@ -22,6 +22,7 @@ from ...calls.options import (
     choice_problem,
     count_problem,
     kind_problem,
+    names_checked,
     refuse,
     shown,
 )
@@ -474,6 +475,7 @@ class GraphedStep(RunsStep):
         return graph.what_changed() or "it begins with other gradients"
 
 
+@names_checked
 def graph_step(
     step: Callable[..., Any],
     sample_batch: Any,
