@@ -21,6 +21,7 @@ from ..errors import OptionError, first_line
 from . import grpc as grpc_transport
 from . import http as http_transport
 from . import interpreter
+from .example import curl
 from .http_connection import Connection
 from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source
@@ -144,9 +145,16 @@ class Server:
         return found
 
     def describe(self) -> str:
-        """What is served, at which sizes, and where."""
-        lines = [_description(name, model) for name, model in self.repository.prepared().items()]
-        return "\n".join([*lines, "Listening on " + " and ".join(self.addresses())])
+        """What is served, at which sizes, and where; and how to ask the first model."""
+        models = self.repository.prepared()
+        lines = [_description(name, model) for name, model in models.items()]
+        lines.append("Listening on " + " and ".join(self.addresses()))
+        if self.http_port is not None and models:
+            name, model = next(iter(models.items()))
+            token = self.options.token is not None
+            own = model.inputs, model.outputs, model.sample
+            lines.append(f"Try it:  {curl(self.addresses()[0], name, *own, token=token)}")
+        return "\n".join(lines)
 
 
 class RunningServer:
