@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from graphwright.cli.main import main
+from graphwright.cli.outputs import Unpadded
 from graphwright.cli.targets import load_target, parse_input
 from graphwright.errors import GraphwrightError, TargetError
 from graphwright.report.terminal import printing
@@ -517,6 +519,38 @@ def test_in_place_of_a_winner_that_cannot_be_saved_the_best_is_that_can_be(
     assert result.exit_code == 0, result.output
     assert "net.gw: pair by eager" in result.stdout
     assert "cannot be saved: it is of this moment" in " ".join(result.stdout.split())
+
+
+def test_no_printed_line_ends_with_spaces(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "net.gw"
+    for words in (
+        ("doctor",),
+        ("tune", f"{source}:pair", *QUICK, "--save", file),
+        ("tune", f"{source}:pair", *QUICK, "--details"),
+        ("run", file, "--model", f"{source}:Net", "--device", "cpu", "--calls", 2),
+    ):
+        printed = invoke(*words).stdout
+        assert printed
+        assert not re.search(r"[ \t]+$", printed, re.MULTILINE), printed
+
+
+def test_the_spaces_between_two_writes_stay() -> None:
+    stream = io.StringIO()
+    unpadded = Unpadded(stream)
+    for text in ("a  ", "b  \n", "  c ", "\n", "  "):
+        assert unpadded.write(text) == len(text)
+    assert stream.getvalue() == "a  b\n  c\n"
+
+
+def test_columns_say_how_wide_what_is_piped_is(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("tune", f"{source}:pair", *QUICK, "--details")
+    widths = {}
+    for columns in ("60", "100", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        widths[columns] = max(map(len, invoke(*words).stdout.splitlines()))
+    assert widths["60"] <= 60 < widths["100"] <= 100 < widths[""]
 
 
 def test_what_is_excluded_is_not_tried(source: Path) -> None:

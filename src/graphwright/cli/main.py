@@ -25,6 +25,7 @@ from .._version import __version__
 from .interrupts import CTRL_C, EXIT_INTERRUPTED
 from .outputs import (
     EXIT_BAD_INPUT,
+    Unpadded,
     check_files,
     check_plots,
     check_sources,
@@ -90,8 +91,9 @@ class _Command(click.Command):
         from ..errors import GraphwrightError
         from ..report.terminal import Unheard
 
+        stdout: Any = sys.stdout if sys.stdout.isatty() else Unpadded(sys.stdout)
         stderr: Any = Unheard(sys.stderr)
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             try:
                 with CTRL_C.in_order():
                     return super().invoke(ctx)

@@ -153,12 +153,18 @@ def _width(report: Results, rows: list[Row], shown: list[Column]) -> int:
     return total
 
 
+def _unseen_width(*needed: int) -> int:
+    """Columns where there is no terminal: as COLUMNS says, or else so many that all is shown."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) else max(_WIDE, *needed, 0)
+
+
 def show(report: Results, console: Console | None = None, *, details: bool = True) -> None:
-    """Print a report; where there is no terminal, at a width that holds all columns."""
+    """Print a report; without a terminal and COLUMNS, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
         needed = [_width(report, b.rows, columns(report, b.rows)) for b in blocks(report)]
-        console = Console(file=console.file, width=max([_WIDE, *needed]))
+        console = Console(file=console.file, width=_unseen_width(*needed))
     console.print(render(report, console.width, details=details))
 
 
@@ -224,7 +230,7 @@ def show_strategies(
     """
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDE, highlight=False)
+        console = Console(file=console.file, width=_unseen_width(), highlight=False)
     table = Table("strategy", "here", "loads with", "only if")
     table.columns[0].no_wrap = True
     explained: dict[str, list[str]] = {}
@@ -245,10 +251,10 @@ def show_strategies(
 
 
 def to_text(report: Results, width: int | None = None) -> str:
-    """A report as plain text, by default as wide as the terminal, or 160 without one."""
+    """A report as plain text, by default as wide as the terminal; without one COLUMNS, or 160."""
     if width is None:
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        width = shutil.get_terminal_size((_WIDE, 24)).columns if on_terminal else _WIDE
+        width = shutil.get_terminal_size().columns if on_terminal else _unseen_width()
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(report, width))
     file = console.file
