@@ -18,6 +18,7 @@ import torch
 
 from .._version import __version__
 from ..calls import watch
+from ..calls.words import counted
 from ..ops import compiled_checks
 from ..ops.custom.building import cpp_compiler, cuda_compiler, ninja_on_path
 from ..report.environment import environment
@@ -121,7 +122,7 @@ def summary(items: Sequence[Item]) -> str:
 def _processor() -> Iterator[Item]:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     name = environment(torch.device("cpu"))["processor"]
-    found = f"{name}; {cores} cores for this process, {threads} threads of PyTorch's"
+    found = f"{name}; {counted(cores, 'core')} and {counted(threads, 'thread')} for this process"
     if threads > cores:
         yield Item(
             "processor",

@@ -17,6 +17,7 @@ import grpc
 import uvicorn
 
 from ..calls.options import shown
+from ..calls.words import counted
 from ..errors import OptionError, first_line
 from . import grpc as grpc_transport
 from . import http as http_transport
@@ -330,7 +331,7 @@ def _description(name: str, model: PreparedModel) -> str:
     computed = "computed at" if model.timings.exact else "any up to the largest, timed at"
     lines = [
         f"{name}: {of(model.inputs)} -> {of(model.outputs)}",
-        f"  {len(sizes)} sizes ({names}), {computed} {found}{more}",
+        f"  {counted(len(sizes), 'size')} ({names}), {computed} {found}{more}",
         *_side_by_side(model),
         *(f"  {note}" for note in model.notes),
     ]
@@ -341,4 +342,4 @@ def _side_by_side(model: PreparedModel) -> list[str]:
     count, threads = len(model.instances), model.instances[0].threads
     if count == 1:
         return []
-    return [f"  {count} batches at a time, with {threads} thread{'s' * (threads != 1)} each"]
+    return [f"  {count} batches at a time, with {counted(threads or 1, 'thread')} each"]
