@@ -235,8 +235,7 @@ def test_check_prints_lines_for_editors_and_exits_with_1(source: Path, tmp_path:
     assert ": hoisted: tensor() copies a constant" in lines[0]
     assert ": breaks: bool(tensor) decides" in lines[1]
     assert (
-        lines[2]
-        == "deciding: 1 break, 1 hoisted. A plain capture fails; graph() divides the call."
+        lines[2] == "deciding: 1 break, 1 hoisted. A plain capture fails; graph() divides the call."
     )
     saved = json.loads(file.read_text())
     assert [f["place"]["source"] for f in saved["findings"]] == [

@@ -428,8 +428,9 @@ class FusedModule(ModuleProxy):
         lines = []
         for region in self.regions:
             (before, after), (read, now) = region.operations, region.nbytes
+            operations = counted(before, "operation")
             lines.append(
-                f"{region.path or 'the whole model'}: {counted(before, 'operation')} became {after}, "
+                f"{region.path or 'the whole model'}: {operations} became {after}, "
                 f"{read / 2**20:.1f} MiB read and written are {now / 2**20:.1f}"
             )
             lines += [f"  {name:<12} {text}" for name, text in _summary(region)]
