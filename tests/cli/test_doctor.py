@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -113,7 +112,12 @@ def test_from_its_source_alone_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    monkeypatch.setattr(importlib.metadata, "distribution", requires)
+    installed = importlib.metadata.distribution
+    monkeypatch.setattr(
+        importlib.metadata,
+        "distribution",
+        lambda name: installed(name) if name == "pip" else requires(name),
+    )
     monkeypatch.setattr(sys, "executable", "/opt/python")
     checkout = Path(gw.__file__).parents[2]
     assert "runs from its source" in item("extras").found
@@ -141,7 +145,11 @@ def test_the_command_is_short_where_it_can_be(
     python.symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", str(python.parent))
     assert install_command("a") == "python -m pip install a"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
     assert install_command("a") == "python -m ensurepip && python -m pip install a"
 
 

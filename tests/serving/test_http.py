@@ -366,7 +366,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("method", "path", "status"),
         [
-            ("GET", "/", 404),
+            ("GET", "/nothing", 404),
             ("GET", "/v2/models/a/b", 404),
             ("POST", "/v2/models/echo/versions/1/generate", 404),
             ("GET", "/v2/models/echo/infer", 405),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import shlex
 import shutil
 import sys
@@ -15,8 +14,12 @@ PACKAGE = "graphwright"
 def install_command(*packages: str) -> str:
     """The command that installs packages of the index."""
     python, wanted = _python(), " ".join(map(_quoted, packages))
-    without_pip = f"{python} -m ensurepip && " * (importlib.util.find_spec("pip") is None)
-    return f"{without_pip}{python} -m pip install {wanted}"
+    command = f"{python} -m pip install {wanted}"
+    try:
+        importlib.metadata.distribution("pip")  # To look for its module would change distutils.
+    except importlib.metadata.PackageNotFoundError:
+        return f"{python} -m ensurepip && {command}"
+    return command
 
 
 def install_extra(name: str) -> str:

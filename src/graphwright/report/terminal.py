@@ -251,10 +251,10 @@ def show_strategies(
 
 
 def to_text(report: Results, width: int | None = None) -> str:
-    """A report as plain text, by default as wide as the terminal; without one COLUMNS, or 160."""
+    """A report as plain text, by default as wide as the terminal, or 160 without one."""
     if width is None:
         on_terminal = sys.stdout is not None and sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if on_terminal else _unseen_width()
+        width = shutil.get_terminal_size((_WIDE, 24)).columns if on_terminal else _WIDE
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(report, width))
     file = console.file

@@ -49,8 +49,11 @@ def curl(
     whole = json.dumps({"inputs": [{**head, "data": data} for head, data in found]})
     if len(whole) <= _LONGEST:
         return " ".join([*words, "-d", shlex.quote(whole)])
-    tensors = [f"dict({head!r}, data=[{max(data)!r}] * {len(data)})" for head, data in found]
-    code = f"import json; print(json.dumps(dict(inputs=[{', '.join(tensors)}])))"
+    tensors = []
+    for head, data in found:
+        most = json.dumps(max(data)) if isinstance(data[0], str) else repr(max(data))
+        tensors.append(f'{json.dumps(head)[:-1]}, "data": [{most}] * {len(data)}}}')
+    code = f'import json; print(json.dumps({{"inputs": [{", ".join(tensors)}]}}))'
     return f"python3 -c {shlex.quote(code)} | {' '.join([*words, '-d', '@-'])}"
 
 
