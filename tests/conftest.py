@@ -22,6 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRAPHWRIGHT_COMPILED_CHECKS", "0")
 # Ray reads this when it is imported: on Linux, too, its own clusters are to use 127.0.0.1 only.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# pytest-xdist has its workers print 80 columns; commands obey it.
+os.environ.pop("COLUMNS", None)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

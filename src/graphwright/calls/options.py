@@ -43,7 +43,8 @@ def refuse(function: str, *problems: str | None) -> None:
 def names_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A public function that names all keywords that it does not have at once, in an OptionError.
 
-    Python's own TypeError names one of them, and not the one that was meant.
+    Python's own TypeError names one of them, and not the one that was meant. It is not for a
+    function that hands keywords on, as to a model.
     """
     known = [
         each.name

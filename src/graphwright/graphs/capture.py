@@ -26,7 +26,6 @@ from .recorder import Recorder
 from .transaction import transaction
 
 
-@names_checked
 def capture(
     fn: Callable[..., Any],
     *args: Any,
@@ -72,7 +71,6 @@ def capture(
     return graph
 
 
-@names_checked
 def predict_memory(
     fn: Callable[..., Any], *args: Any, pool: MemoryPool | None = None, **kwargs: Any
 ) -> MemoryPrediction:
