@@ -1,5 +1,5 @@
 """`python -m graphwright` is the command line."""
 
-from .cli.main import main
+from .cli.entry import run
 
-main()
+run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import os
 import subprocess
@@ -18,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphwright.calls.fingerprint import Fingerprint, _Words, key_of
+from graphwright.calls.fingerprint import Fingerprint, _Words, described, key_of
 from graphwright.calls.modules import FunctionModule
 from graphwright.calls.signature import describe
 from graphwright.errors import SignatureError
@@ -346,6 +347,28 @@ if __name__ == "__main__":
     print(key_of(FunctionModule(lambda x: x * weight), [], "cpu", {}, {}).digest)
     print(hash("q"))
 """
+
+
+def test_key_is_the_same_under_all_names_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(SOURCE)
+    monkeypatch.setattr(sys, "modules", sys.modules.copy())
+
+    def imported(name: str) -> nn.Module:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model: nn.Module = module.Net().eval()
+        return model
+
+    models = [imported(name) for name in ("net", "package.net", "_target_net")]
+    assert len({key(model) for model in models}) == 1
+    # The keys of compilers' caches tell them apart: what a function reaches may differ.
+    assert len({described(model.act) for model in models}) == 3
 
 
 def test_key_is_the_same_in_another_process(tmp_path: Path) -> None:

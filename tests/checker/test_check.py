@@ -717,7 +717,7 @@ def test_findings_as_text() -> None:
     assert saved["findings"][0]["place"]["expression"] == "x.sum() > 0"
     assert (
         summary("decides", found)
-        == "decides: 1 breaks. A plain capture fails; graph() divides the call."
+        == "decides: 1 break. A plain capture fails; graph() divides the call."
     )
     assert "found nothing" in summary("decides", [])
 

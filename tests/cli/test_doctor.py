@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -12,9 +14,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import graphwright as gw
 from graphwright.cli import doctor
 from graphwright.cli.doctor import Item, State, examined, summary
 from graphwright.cli.main import main
+from graphwright.report.installation import install_command, install_extra
 
 
 def item(name: str) -> Item:
@@ -92,7 +96,7 @@ def test_an_extra_that_lacks_a_package_is_named_with_its_command(
         State.MISSING,
         "without uvicorn",
         "graphwright serve",
-        'pip install "graphwright[serve]"',
+        install_extra("serve"),
     )
     assert item("[extension]").state is State.OK
 
@@ -108,7 +112,45 @@ def test_from_its_source_alone_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", requires)
+    installed = importlib.metadata.distribution
+    monkeypatch.setattr(
+        importlib.metadata,
+        "distribution",
+        lambda name: installed(name) if name == "pip" else requires(name),
+    )
+    monkeypatch.setattr(sys, "executable", "/opt/python")
+    checkout = Path(gw.__file__).parents[2]
     assert "runs from its source" in item("extras").found
+    assert item("extras").fix == f"/opt/python -m pip install -e {checkout}"
+    assert install_extra("serve") == f'/opt/python -m pip install -e "{checkout}[serve]"'
+
+
+def test_the_command_installs_for_this_python_without_an_index(tmp_path: Path) -> None:
+    """Whether graphwright came from a checkout or from an index: pip need not look for it."""
+    command = install_extra("report").replace("pip install", "pip install --no-deps --no-index")
+    done = subprocess.run(
+        ["sh", "-c", command], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert "Requirement already satisfied: graphwright[report]" in done.stdout
+
+
+def test_the_command_is_short_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.chdir(tmp_path)
+    assert install_command("a", "b>=2") == '.venv/bin/python -m pip install a "b>=2"'
+    python.parent.mkdir(parents=True)
+    python.symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert install_command("a") == "python -m pip install a"
+
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    assert install_command("a") == "python -m ensurepip && python -m pip install a"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from click.testing import CliRunner
 
 import graphwright as gw
 from graphwright.cli.main import main
-from graphwright.cli.ray_tasks import jobs_of, resources, words_of
+from graphwright.cli.next_steps import words_of
+from graphwright.cli.ray_tasks import jobs_of, resources
 from graphwright.report.report import Report
 
 # A choice is kept only where all times were steady, and beside other tests few are.
@@ -115,7 +116,7 @@ def test_options_are_handed_on_as_they_were_given() -> None:
 
     words = ["--budget", "20", "--allow", "bf16", "--allow", "tf32", "--fresh", "--out", "x"]
     assert CliRunner().invoke(command, words).exit_code == 0
-    assert found == ["--budget", "20.0", "--allow", "bf16", "--allow", "tf32", "--fresh"]
+    assert found == ["--budget", "20", "--allow", "bf16", "--allow", "tf32", "--fresh"]
 
 
 @pytest.mark.parametrize(

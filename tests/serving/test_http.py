@@ -275,6 +275,13 @@ class TestPlainJson:
         unready = web.get("/v2/models/echo/versions/2/ready")
         assert (unready.status_code, unready.json()["ready"]) == (503, False)
 
+    def test_the_root_says_what_this_is(self, web: httpx.Client) -> None:
+        found = web.get("/").json()
+        assert found["about"].startswith("This is fake 0.1: it serves models by the Open Inference")
+        assert found["models"] == {"echo": "/v2/models/echo", "old": "/v2/models/old"}
+        assert web.get(found["models"]["echo"]).json()["name"] == "echo"
+        assert web.get(found["health"]).status_code == 200
+
     def test_index_of_what_is_ready(self, web: httpx.Client) -> None:
         found = web.post("/v2/repository/index", json={"ready": True}).json()
         assert [entry["name"] for entry in found] == ["echo"]
@@ -359,7 +366,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("method", "path", "status"),
         [
-            ("GET", "/", 404),
+            ("GET", "/nothing", 404),
             ("GET", "/v2/models/a/b", 404),
             ("POST", "/v2/models/echo/versions/1/generate", 404),
             ("GET", "/v2/models/echo/infer", 405),

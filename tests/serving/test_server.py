@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -27,9 +28,11 @@ import numpy as np
 import pytest
 import torch
 from chosen import choosing
+from click.testing import CliRunner
 from served import BY_LENGTH, Picky, config, made, sample
 
 import graphwright as gw
+from graphwright.cli.main import main
 from graphwright.serving.launch import serve
 
 ROOT = Path(gw.__file__).parents[2]
@@ -180,6 +183,27 @@ def test_sigterm_ends_the_process_although_a_call_takes_longer_than_the_drain() 
         assert "Traceback" not in running.stderr.read()
 
 
+@pytest.mark.usefixtures("heeding_ctrl_c")
+def test_a_second_ctrl_c_ends_the_process_before_all_is_answered() -> None:
+    target = f"{Path(__file__).with_name('served.py')}:lasting"
+    with process(target, "--drain", "10m") as (running, address), ThreadPoolExecutor(1) as pool:
+        asked = request_of(0)
+        asked["ids"][0, 0] = 0
+        path, body, headers = binary("lasting", asked)
+        call = pool.submit(httpx.post, address + path, content=body, headers=headers, timeout=60)
+        time.sleep(1)
+        running.send_signal(signal.SIGINT)
+        with contextlib.suppress(httpx.HTTPError):
+            while httpx.get(f"{address}/v2/health/ready").status_code == 200:
+                time.sleep(0.01)
+        assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 130
+        assert isinstance(call.exception(), httpx.HTTPError)
+        assert running.stderr is not None
+        assert running.stderr.read().endswith("graphwright: interrupted.\n")
+
+
 def test_a_server_ends_although_a_call_takes_longer_than_the_drain() -> None:
     go = threading.Event()
     go.set()
@@ -240,12 +264,24 @@ def test_a_wrong_command_is_told_in_one_sentence(words: list[str], said: str) ->
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    with serve({"net": config()}, block=False, **ANY) as server:
-        with pytest.raises(gw.OptionError, match=rf":{server.http_port} cannot be listened on"):
-            serve({"net": config()}, block=False, http_port=server.http_port, grpc_port=None)
-        with pytest.raises(gw.OptionError, match=rf":{server.grpc_port} cannot be listened on"):
-            serve({"net": config()}, block=False, http_port=None, grpc_port=server.grpc_port)
+def unwanted() -> gw.ModelConfig:
+    raise AssertionError("The model is made.")
+
+
+def test_a_port_that_is_taken_is_named_before_the_model_is_made(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = rf"Port {port} is in use.\nChoose another with --(http|grpc)-port"
+        for options in ({"http_port": port, "grpc_port": 0}, {"http_port": 0, "grpc_port": port}):
+            with pytest.raises(gw.OptionError, match=said):
+                serve({"net": unwanted}, block=False, **options)
+        words = ["serve", TARGET, "--device", "cpu", "--http-port", "0", "--grpc-port", str(port)]
+        done = CliRunner().invoke(main, words)
+        assert done.exit_code == 2
+        assert done.stderr.startswith(f"graphwright: Port {port} is in use.\nChoose another with ")
+    assert capfd.readouterr() == ("", "")  # gRPC writes lines of its own there.
 
 
 @pytest.mark.parametrize(
@@ -258,7 +294,8 @@ def test_a_port_that_is_taken_is_named() -> None:
         (config, {"max_queue": 0}, "max_queue"),
         (config, {"http_port": 70000}, "http_port is 70000, no port"),
         (config, {"timeout_s": -1}, "timeout_s is -1"),
-        (config, {"prot": 1}, "there is no option prot"),
+        (config, {"prot": 1, "hots": 2}, "no prot; there is no hots .Did you mean 'host'"),
+        (config, {"http_port": 8000, "grpc_port": 8000}, "are both 8000"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_leaves_nothing(

@@ -570,7 +570,7 @@ def test_explain_says_what_runs(device: torch.device) -> None:
     graphed = graph_of(training)
     run(training, graphed, 3)
     text = graphed.explain()
-    assert "3 steps replayed, 1 captures" in text
+    assert "3 steps replayed, 1 capture" in text
     assert "read from a tensor" not in text  # It is one of the caller's own.
 
 

@@ -148,7 +148,7 @@ def test_fuse_says_how_a_call_beyond_the_limit_differs() -> None:
     for scale in (0.5, 1.5):
         fused(X, scale)
     text = told(lambda: fused(X, 2.5))
-    assert "2 kinds of calls are fused, the most that max_kinds allows" in text
+    assert "max_kinds=2 allows no more kinds of calls to be fused" in text
     assert "args[1] is float 2.5, fused for float 1.5; a number that changes" in text
     assert "is better passed as a tensor; raise max_kinds=, or pad to a few sizes" in text
     assert "it could not be fused" not in fused.explain()

@@ -109,6 +109,24 @@ def test_classes_show_their_public_names_only() -> None:
             assert shown(kind, instance) | extra == expected, name
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name for name in gw.__all__ if inspect.isfunction(getattr(gw, name)) and name != "serve"],
+)
+def test_every_public_function_names_all_unknown_keywords_at_once(name: str) -> None:
+    function = getattr(gw, name)
+    known = next(iter(inspect.signature(function).parameters))
+    with pytest.raises(gw.OptionError) as raised:
+        function(nonsense=1, **{f"{known}x": 2})
+    assert str(raised.value).startswith(f"Bad arguments of {name}(): there is no nonsense; ")
+    assert f"there is no {known}x (Did you mean {known!r}?)" in str(raised.value)
+
+
+def test_a_budget_is_one_of_seconds() -> None:
+    with pytest.raises(gw.OptionError, match=r"no budget \(Did you mean 'budget_s'\?\)"):
+        gw.tune(nn.Identity(), (torch.ones(2),), budget="10s")  # type: ignore[call-arg]  # the mistake
+
+
 def test_every_public_thing_has_a_docstring() -> None:
     for name in gw.__all__:
         value = getattr(gw, name)

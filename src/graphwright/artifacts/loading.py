@@ -21,7 +21,14 @@ from torch import nn
 
 from ..calls import switches
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
-from ..calls.options import callable_problem, choice_problem, count_problem, flag_problem, refuse
+from ..calls.options import (
+    callable_problem,
+    choice_problem,
+    count_problem,
+    flag_problem,
+    names_checked,
+    refuse,
+)
 from ..calls.serialization import read_tensors, unpacked
 from ..calls.signature import CallSignature, Range
 from ..calls.snapshots import run, same_bits
@@ -46,6 +53,7 @@ from .tuned_module import Absent, Apart, OnMiss, Origin, TunedModule, assemble, 
 _AS_SAVED = "as it was saved"
 
 
+@names_checked
 def load(
     path: str | os.PathLike[str],
     model: Callable[..., Any] | None = None,

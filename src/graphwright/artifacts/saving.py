@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..calls.dependencies import Called
+from ..calls.options import names_checked
 from ..calls.serialization import digest_of, packed, write_tensors
 from ..errors import ArtifactError, StrategyFailed, levels_above
 from ..report.environment import environment
@@ -45,6 +46,7 @@ class Saved:
     note: str = ""
 
 
+@names_checked
 def save(tuned: TunedModule, path: str | os.PathLike[str]) -> str:
     """Save what `tune` has found: the choice, its evidence, the weights, and what was built.
 

@@ -32,6 +32,7 @@ from ..calls.signature import (
 )
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
+from ..calls.words import counted
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError, warn_of_fallback
 from ..graphs.composition import (
@@ -592,7 +593,7 @@ class TunedModule(ModuleProxy):
             if not absent:
                 lines.append("Call graphwright.tune() again to tune the module as it is now.")
         for way, count in choice.calls.most_common():
-            lines.append(f"{count} call{'s' * (count != 1)} {way}")
+            lines.append(f"{counted(count, 'call')} {way}")
         if choice.last_difference is not None:
             lines.append(f"last call that did not fit: {choice.last_difference}")
         return "\n".join(line for line in lines if line)
@@ -604,7 +605,7 @@ class TunedModule(ModuleProxy):
         speed = None if row is None or row.strategy == EAGER else report.speedup(row)
         if speed is not None:
             found.append(f"{ratio(speed[0])} eager")
-        return f"{type(self).__name__}({', '.join(found)}, {count:,} call{'s' * (count != 1)})"
+        return f"{type(self).__name__}({', '.join(found)}, {counted(count, 'call')})"
 
     def _repr_html_(self) -> str:
         report, row = self._choice.report, self._choice.report.chosen_row

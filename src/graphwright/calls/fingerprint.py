@@ -1,6 +1,8 @@
 """Fingerprints of tuning requests: model, calls, machine and options as text and as a digest.
 
-The text is the same in every process: no address, hash, path or line number gets into it. It covers
+The text is the same in every process: no address, hash, path or line number gets into it. A class
+or function of the user's goes by the file that defines it, which has one name, although it may be
+imported under several: by the command line, as part of a package, or as `__main__`. The text covers
 what may change which candidate wins, which is less than what the model computes: a cached tuning
 result is verified again before it is used.
 """
@@ -18,9 +20,10 @@ import struct
 import sys
 import types
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -44,8 +47,11 @@ _VERSIONED = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
 _OF_EVERY_MODULE = {*vars(nn.Module())}
 # Where a model came from, and what transformers and torch.compile note in it: hashes and addresses.
 _IGNORED = re.compile(r"_?name_or_path|.*_hash|_is_hf_initialized|_torchdynamo_.*id")
-# In a ScriptModule's graph: how many classes were scripted before, and values of small tensors.
-_ITS_OWN = re.compile(r"(?s)___torch_mangle_\d+\.|(?<=\) = prim::Constant)\[value=.*?\](?=\(\))")
+# In a ScriptModule's graph: where its classes are defined, how many were scripted before, and the
+# values of small tensors.
+_ITS_OWN = re.compile(
+    r"(?s)(?<=__torch__\.)(?:\w+\.)+|(?<=\) = prim::Constant)\[value=.*?\](?=\(\))"
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def key_of(
     Raises:
         SignatureError: an argument is neither a tensor nor a plain value.
     """
-    words = _Words(module, device := torch.device(device))
+    words = _Words(module, device := torch.device(device), _file_of)
     parts = {
         "model": {path: words.module(child) for path, child in module.named_modules()},
         "calls": [words.call(args, in_one_order(module, kwargs)) for args, kwargs in calls],
@@ -106,10 +112,13 @@ def described(value: Any) -> str:
 class _Words:
     """Describes a model and its calls as text; what cannot be described gives only its type."""
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, called: Callable[[str], str] = str
+    ) -> None:
+        """`called` gives what a module of Python's is called, from its name."""
         # Objects and unregistered modules by digest, since many modules may share one.
         self.objects: dict[str, dict[str, Any]] = {}
-        self._device = device
+        self._device, self._called = device, called
         self._classes: dict[type, str] = {}
         self._functions: dict[types.FunctionType, str] = {}
         self._helper_depth = 0
@@ -136,7 +145,7 @@ class _Words:
         if spec.is_leaf():
             return "*"
         children = ", ".join(map(self._tree, spec.children()))
-        return f"{_name(spec.type)} {self.value(spec.context)} ({children})"
+        return f"{self._name(spec.type)} {self.value(spec.context)} ({children})"
 
     def module(self, module: nn.Module, depth: int = _DEPTH) -> dict[str, Any]:
         tensors = (*module._parameters.items(), *module._buffers.items())
@@ -169,11 +178,11 @@ class _Words:
         try:
             text = self._described(value, depth)
         except Exception:  # Foreign objects may raise anything, and some have no attributes.
-            return _name(type(value))
+            return self._name(type(value))
         return text if len(text) <= _MAX_TEXT else f"{text[:40]}… {_short(text)}"
 
     def _described(self, value: Any, depth: int) -> str:
-        kind = _name(type(value))
+        kind = self._name(type(value))
         match value:
             case bool() | None | torch.dtype() | torch.layout() | torch.memory_format():
                 return f"{kind} {value}"
@@ -196,7 +205,7 @@ class _Words:
             case torch.Tensor():
                 return self._tensor(kind, value)
             case type():
-                return f"class {_name(value)}"
+                return f"class {self._name(value)}"
             case types.BuiltinFunctionType() | types.ModuleType():
                 return f"{kind} {value.__name__}"
             case types.CodeType():
@@ -262,10 +271,13 @@ class _Words:
         mine = device.type == self._device.type and self._device.index in (None, device.index)
         return device.type if mine else str(device)
 
+    def _name(self, kind: type) -> str:
+        return f"{self._called(kind.__module__)}.{kind.__qualname__}".removeprefix("builtins.")
+
     def _class(self, kind: type) -> str:
         """Name of a class, and a digest of its code and constants and those of its bases."""
         if kind not in self._classes:
-            self._classes[kind] = _name(kind)  # For a member that leads back here.
+            self._classes[kind] = self._name(kind)  # For a member that leads back here.
             members = [
                 (name, self.value(member))
                 for base in kind.__mro__
@@ -274,13 +286,13 @@ class _Words:
                 # Classes keep line numbers and the like under such names, beside methods.
                 if isinstance(member, types.FunctionType) or not _is_dunder(name)
             ]
-            self._classes[kind] = f"{_name(kind)} {_short(members)}"
+            self._classes[kind] = f"{self._name(kind)} {_short(members)}"
         return self._classes[kind]
 
     def _function(self, function: types.FunctionType) -> str:
         """A function by its code, defaults, closure, and the plain globals and helpers it names."""
         if function not in self._functions:
-            title = f"function {function.__module__}.{function.__qualname__}"
+            title = f"function {self._called(function.__module__)}.{function.__qualname__}"
             self._functions[function] = title  # For one that calls itself.
             code, known = function.__code__, function.__globals__
             named = [name for name in code.co_names if name in known and not _is_dunder(name)]
@@ -357,8 +369,14 @@ def _short(data: Any) -> str:
     return f"#{digest_of(data)[:16]}"
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+def _file_of(name: str) -> str:
+    """The file of a module of the user's, without its folder and suffix; else the module's name."""
+    file = getattr(sys.modules.get(name), "__file__", None) if _is_followed(name) else None
+    if file is None:
+        return name
+    path = PurePath(file)
+    known = path.name.partition(".")[0]
+    return path.parent.name if known == "__init__" else known
 
 
 def _is_dunder(name: str) -> bool:

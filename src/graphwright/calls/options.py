@@ -8,15 +8,18 @@ before anything runs, so that no wrong argument ends in an error from deep insid
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from ..errors import OptionError
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 # A longer value is cut in an error.
 _LONGEST = 60
 _SHORT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -37,6 +40,25 @@ def refuse(function: str, *problems: str | None) -> None:
         raise OptionError(f"Bad arguments of {function}(): {'; '.join(found)}.")
 
 
+def names_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A public function that names all keywords that it does not have at once, in an OptionError.
+
+    Python's own TypeError names one of them, and not the one that was meant.
+    """
+    known = [
+        each.name
+        for each in inspect.signature(function).parameters.values()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        refuse(function.__name__, *names_problems(kwargs, known))
+        return function(*args, **kwargs)
+
+    return checked
+
+
 def shown(value: Any) -> str:
     """A value in an error: a plain one as it is written, any other by its type."""
     if value is None or type(value) in _SHORT_TYPES:
@@ -55,6 +77,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 # The checks.
+
+
+def names_problems(given: Iterable[str], known: Collection[str]) -> list[str]:
+    """What is wrong with the names of arguments: one problem for each that is unknown."""
+    unknown = [name for name in given if name not in known]
+    hints = {name: nearest(name, known) for name in unknown}
+    found = [f"there is no {name}{hint and f' ({hint})'}" for name, hint in hints.items()]
+    return found + [f"its arguments are {', '.join(known)}"] * (not all(hints.values()))
 
 
 def callable_problem(name: str, value: Any) -> str | None:

@@ -20,7 +20,14 @@ from ..calls.iterators import AdvancesIterator
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
 from ..calls.objects import apart
-from ..calls.options import args_problem, callable_problem, count_problem, kwargs_problem, refuse
+from ..calls.options import (
+    args_problem,
+    callable_problem,
+    count_problem,
+    kwargs_problem,
+    names_checked,
+    refuse,
+)
 from ..calls.signature import argument_names, flatten, refuse_weights, unflatten
 from ..dispatch.graphed_callable import name_of
 from ..errors import (
@@ -73,6 +80,7 @@ _REFUSED_BY_WARM_UP = _CHANGES_RESULTS | {
 }
 
 
+@names_checked
 def check(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),

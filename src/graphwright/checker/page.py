@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..calls.words import counted
 from ..report.markup import Html, element, join, table
 from ..report.page import Section, Tile, note, page
 from .finding import Finding, Severity
@@ -31,7 +32,7 @@ def to_page(name: str, findings: Sequence[Finding]) -> str:
     for severity in Severity:
         found = [finding for finding in findings if finding.severity is severity]
         if found:
-            aside = f"{len(found)} finding{'s' * (len(found) != 1)}: {MEANINGS[severity]}"
+            aside = f"{counted(len(found), 'finding')}: {MEANINGS[severity]}"
             body = join(_of_finding(finding) for finding in found)
             sections.append(Section(severity.capitalize(), body, aside))
     if findings:

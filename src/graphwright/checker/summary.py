@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from ..calls.words import counted
 from .finding import Finding, Severity
 
 MEANINGS = {
@@ -22,7 +23,7 @@ def summary(name: str, findings: Sequence[Finding]) -> str:
         return f"{name}: found nothing that prevents a capture."
     counts = Counter(finding.severity for finding in findings)
     listed = ", ".join(
-        f"{counts[severity]} {severity}" for severity in Severity if counts[severity]
+        _counted(counts[severity], severity) for severity in Severity if counts[severity]
     )
     stops = any(finding.severity.stops for finding in findings)
     outcome = "A plain capture fails" if stops else "A plain capture works"
@@ -34,3 +35,9 @@ def summary(name: str, findings: Sequence[Finding]) -> str:
             else "; graph() keeps the constants on the device"
         )
     return f"{name}: {listed}. {outcome}."
+
+
+def _counted(count: int, severity: Severity) -> str:
+    """How many findings of a severity there are: those that are nouns have a plural."""
+    word = severity.removesuffix("s")
+    return counted(count, word, str(severity))

@@ -18,12 +18,13 @@ import torch
 
 from .._version import __version__
 from ..calls import watch
+from ..calls.words import counted
 from ..ops import compiled_checks
 from ..ops.custom.building import cpp_compiler, cuda_compiler, ninja_on_path
 from ..report.environment import environment
+from ..report.installation import PACKAGE, install_command, install_extra
 from ..tuning.choice_cache import folder
 
-PACKAGE = "graphwright"
 # What each extra is for; those for its developers are left out.
 _EXTRAS = {
     "report": "pages with plots: --html, --roofline, --timeline",
@@ -121,7 +122,7 @@ def summary(items: Sequence[Item]) -> str:
 def _processor() -> Iterator[Item]:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     name = environment(torch.device("cpu"))["processor"]
-    found = f"{name}; {cores} cores for this process, {threads} threads of PyTorch's"
+    found = f"{name}; {counted(cores, 'core')} and {counted(threads, 'thread')} for this process"
     if threads > cores:
         yield Item(
             "processor",
@@ -163,7 +164,7 @@ def _gpu() -> Iterator[Item]:
         found = f"{about['gpu']}, {memory}; {versions}; a graph was replayed"
         yield Item(name, State.OK, found)
     if importlib.util.find_spec("triton") is None:
-        fix = "pip install triton"
+        fix = install_command("triton")
         yield Item("Triton", State.MISSING, "not installed", "fuse(), inductor", fix)
     else:
         yield Item("Triton", State.OK, importlib.metadata.version("triton"))
@@ -199,9 +200,7 @@ def _compilers() -> Iterator[Item]:
         )
     with ninja_on_path():
         ninja = shutil.which("ninja")
-    yield _program(
-        "ninja", ninja, "not found", "extension()", f'pip install "{PACKAGE}[extension]"'
-    )
+    yield _program("ninja", ninja, "not found", "extension()", install_extra("extension"))
 
 
 def _program(name: str, path: str | None, wrong: str, needed_for: str, fix: str) -> Item:
@@ -253,7 +252,8 @@ def _extras() -> Iterator[Item]:
         wanted = importlib.metadata.requires(PACKAGE) or []
     except importlib.metadata.PackageNotFoundError:
         found = f"{PACKAGE} runs from its source, and says nothing of what it needs"
-        yield Item("extras", State.MISSING, found, fix=f"pip install {PACKAGE}")
+        fix = install_command("-e", str(Path(__file__).parents[3]))
+        yield Item("extras", State.MISSING, found, fix=fix)
         return
     for extra, needed_for in _EXTRAS.items():
         of_extra = re.compile(rf"""extra\s*==\s*['"]{extra}['"]""")
@@ -262,8 +262,7 @@ def _extras() -> Iterator[Item]:
         absent = [name for name in packages if not _is_installed(name)]
         if absent:
             said = f"without {', '.join(absent)}"
-            fix = f'pip install "{PACKAGE}[{extra}]"'
-            yield Item(f"[{extra}]", State.MISSING, said, needed_for, fix)
+            yield Item(f"[{extra}]", State.MISSING, said, needed_for, install_extra(extra))
         else:
             yield Item(f"[{extra}]", State.OK, needed_for)
 

@@ -13,17 +13,19 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import click
 
+from .._version import __version__
+from .interrupts import CTRL_C, EXIT_INTERRUPTED
 from .outputs import (
     EXIT_BAD_INPUT,
+    Unpadded,
     check_files,
     check_plots,
     check_sources,
@@ -35,8 +37,9 @@ from .outputs import (
 )
 
 EXIT_FOUND = 1
-EXIT_INTERRUPTED = 130
-_TIMEOUT_S = 600.0
+# Options of tune that say where results go, and those that do not matter to one strategy alone.
+_FILES = ("json_file", "markdown_file", "svg_file", "html_file", "with_samples", "save_file")
+_OF_A_SEARCH = ("strategies", "exclude", "budget", "exhaustive", "profiled", "fresh", "details")
 _INPUTS = click.option(
     "--input",
     "inputs",
@@ -76,30 +79,38 @@ class _Seconds(click.ParamType[float]):
         return seconds
 
 
-class _Group(click.Group):
-    """Ends a command whatever happens: an error in one sentence and with 2, Ctrl-C with 130."""
+class _Command(click.Command):
+    """Ends whatever happens: an error in one sentence and with 2, Ctrl-C with 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from ..errors import GraphwrightError
-        from ..report.terminal import Unheard
-
         for stream in ("stdout", "stderr"):
             if getattr(sys, stream) is None:  # It was closed before this began.
                 setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for good
+        # Only now: help needs none of it, and PyTorch takes seconds.
+        from .. import _public  # noqa: F401  # all of it, before a Ctrl-C may leave it half-done
+        from ..errors import GraphwrightError
+        from ..report.terminal import Unheard
+
+        stdout: Any = sys.stdout if sys.stdout.isatty() else Unpadded(sys.stdout)
         stderr: Any = Unheard(sys.stderr)
-        with contextlib.redirect_stderr(stderr):
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             try:
-                return super().invoke(ctx)
+                with CTRL_C.in_order():
+                    return super().invoke(ctx)
             except GraphwrightError as error:
                 click.echo(f"graphwright: {error}", err=True)
                 ctx.exit(EXIT_BAD_INPUT)
             except (KeyboardInterrupt, click.Abort):
-                click.echo("graphwright: interrupted.", err=True)
+                CTRL_C.tell()
                 ctx.exit(EXIT_INTERRUPTED)
 
 
+class _Group(click.Group):
+    command_class = _Command
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="graphwright")
+@click.version_option(__version__, package_name="graphwright")
 def main() -> None:
     """Make PyTorch models fast on the machine they run on, and prove them still right."""
 
@@ -233,6 +244,7 @@ def tune(
     from ..report.progress import shown
     from ..report.terminal import show
     from ..tuning.tuner import Tuning
+    from .next_steps import commands, in_python, repeater, serving, words_of
     from .targets import load_target
 
     files = {
@@ -256,35 +268,28 @@ def tune(
         )
     loaded = load_target(target, inputs, _device(device))
     check_sources(files, loaded.file)
+    options = {
+        "strategies": None if names is None else list(names),
+        "exclude": _split(exclude),
+        "objective": objective,
+        "tolerance": tolerance,
+        "allow": _split(allow),
+        "budget_s": budget,
+        "exhaustive": exhaustive,
+        "timeout_s": timeout,
+        "memory_limit": memory_limit,
+    }
+    given = click.get_current_context()
     tuning = Tuning(
         loaded.model,
         loaded.args,
         loaded.kwargs,
-        strategies=names,
-        exclude=_split(exclude),
-        objective=objective,
-        tolerance=tolerance,
-        allow=_split(allow),
-        budget_s=budget,
-        exhaustive=exhaustive,
-        timeout_s=timeout,
-        memory_limit=memory_limit,
         isolate=None if not here else False,
         fresh=fresh,
         name=loaded.name,
         profile=profiled,
-        repeat=_repeater(
-            target,
-            {"--input": inputs, "--allow": allow},
-            {
-                "--device": device,
-                "--objective": None if objective == "latency" else objective,
-                "--tolerance": tolerance,
-                "--timeout": None if timeout == _TIMEOUT_S else f"{timeout:g}s",
-                "--memory-limit": memory_limit,
-            },
-            ["--here"] * here,
-        ),
+        repeat=repeater(target, words_of(given, (*_FILES, *_OF_A_SEARCH))),
+        **options,
     )
     tuning.report.notes += loaded.notes
     tuned = None
@@ -296,12 +301,12 @@ def tune(
         tuned = tuning.run(listener)
     result = tuning.report
     writers = report_writers(result, with_samples=with_samples)
-    serving = None
+    served = None
 
     def save(name: str) -> str:
-        nonlocal serving
+        nonlocal served
         saved, text = save_winner(tuned, name)
-        serving = _serving(name, saved.strategy, target, model=saved.needs_model)
+        served = serving(name, saved.strategy, target, model=saved.needs_model)
         return text
 
     if tuned is not None:
@@ -310,39 +315,15 @@ def tune(
     def printed() -> None:
         show(result, details=details)
         if tuned is not None and not details:
-            _show_next_steps(target, serving, json_file)
+            words = words_of(given, (*_FILES, "fresh"))
+            click.echo(in_python(target, loaded, options, cached=tuning.cached))
+            click.echo(commands(target, words, served, json_file))
 
     deliver(files, writers, printed)
     if tuned is None:
         kept = "" if save_file is None else ": no winner was saved"
-        click.echo(f"graphwright: interrupted{kept}.", err=True)
+        CTRL_C.tell(kept)
         raise SystemExit(EXIT_INTERRUPTED)
-
-
-def _serving(file: str, strategy: str, target: str, *, model: bool) -> str:
-    """The command that serves a file."""
-    from ..strategies.registry import COMPILERS
-
-    words = ["graphwright", "serve", file]
-    words += ["--model", target] if model else []
-    parts = strategy.split("+")
-    code = any("trust" in _needs(each) for each in COMPILERS if each.name in parts)
-    return shlex.join([*words, *["--trust"] * code])
-
-
-def _show_next_steps(target: str, serving: str | None, report: str | None) -> None:
-    """Three lines: how to use what was found in Python, how to save or serve it, and see more."""
-    again = f"graphwright tune {shlex.quote(target)}"
-    name = (target.rpartition(":")[2] or "model").rpartition(".")[2]
-    click.echo("Next, in Python:  fast = gw.tune(model, args)   # this choice, from the cache")
-    if serving is not None:
-        click.echo(f"      serve it:   {serving}")
-    else:
-        click.echo(f"      save it:    {again} --save {name}.gw")
-    if report is not None:
-        click.echo(f"      see more:   graphwright report {shlex.quote(report)} --details")
-    else:
-        click.echo(f"      see more:   {again} --details")
 
 
 def _tune_on_ray(
@@ -355,7 +336,8 @@ def _tune_on_ray(
 ) -> NoReturn:
     if out is None or any(files.values()):
         raise click.UsageError("--ray saves all there is in --out FOLDER, and nothing elsewhere.")
-    from .ray_tasks import jobs_of, tune_all, words_of
+    from .next_steps import words_of
+    from .ray_tasks import jobs_of, tune_all
 
     words = words_of(click.get_current_context(), ("on_ray", "ray_address", "accelerators", "out"))
     jobs = jobs_of(targets, accelerators)
@@ -483,7 +465,7 @@ def serve(
     A TARGET is as for tune, or a function that returns a graphwright.ModelConfig; a FILE.gw is what
     `tune --save` wrote. A model is called as its function or file, unless NAME= says otherwise.
     Requests for a model are joined into batches. SIGTERM and Ctrl-C end the server once it has
-    answered what was asked.
+    answered what was asked, a second Ctrl-C at once.
     """
     from ..serving.launch import check_installed
     from ..serving.options import options_of
@@ -728,6 +710,7 @@ def strategies(device: str | None) -> None:
         default_candidates,
         savable_form,
     )
+    from .next_steps import needs
 
     place = _device(device)
     # Convolutions are what rewrites look for.
@@ -758,8 +741,8 @@ def strategies(device: str | None) -> None:
                     if form := savable_form(Candidate(part)):
                         remarks.append(f"{form.name} is saved in its place where it is as fast")
                 only = "" if part in tried else "allowed" if part in allowed else "named"
-                needs = _needs(part) if kind == "compilers" else ""
-                cells = (part.name, "yes" if found.available else "no", needs, only)
+                loads_with = needs(part) if kind == "compilers" else ""
+                cells = (part.name, "yes" if found.available else "no", loads_with, only)
                 listed[kind].append((cells, " ".join(f"{t.rstrip('.')}." for t in remarks if t)))
     closing = (
         f"device: {place}; combine parts as rewrite+compiler+runner.",
@@ -796,18 +779,6 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
         ctx.exit(EXIT_FOUND)
 
 
-def _needs(compiler: Any) -> str:
-    """What `load` needs beside what was saved of a compiler."""
-    from ..strategies.base import Loader
-
-    if getattr(compiler, "unsavable", None) is not None:
-        return "never"
-    if isinstance(compiler, Loader):
-        return "trust" if compiler.holds_code else "nothing"
-    # Caches of compilers are code as well.
-    return "model, trust" if hasattr(compiler, "warm") else "model"
-
-
 def _device(text: str | None) -> Any:
     import torch
 
@@ -825,21 +796,6 @@ def _device(text: str | None) -> Any:
             f"--device {text!r} cannot be used: {first}.", remedy=f"Write {devices()}."
         ) from error
     return device
-
-
-def _repeater(
-    target: str,
-    several: dict[str, Sequence[str]],
-    single: dict[str, object],
-    flags: Sequence[str],
-) -> Callable[[str], str]:
-    """The command that tries one strategy again, as this run has tried it."""
-    given = ["graphwright", "tune", target, *flags]
-    for option, values in several.items():
-        given += [word for value in values for word in (option, value)]
-    for option, value in single.items():
-        given += [] if value is None else [option, str(value)]
-    return lambda strategy: shlex.join([*given, "--strategies", strategy, "--fresh"])
 
 
 def _split(values: Sequence[str]) -> tuple[str, ...]:
@@ -871,7 +827,3 @@ def _warnings_on_stderr() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = tell
         yield
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -15,8 +16,26 @@ if TYPE_CHECKING:
     from ..artifacts.saving import Saved
 
 EXIT_BAD_INPUT = 2
+_SPACES = re.compile(" +(?=\n)")
 # Writes a file, and returns what is to be said of it.
 _Writer = Callable[[str], str]
+
+
+class Unpadded:
+    """A text stream whose lines lose the spaces at their ends, which tables are filled up with."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._spaces = stream, ""
+
+    def write(self, text: str) -> int:
+        whole = self._spaces + text
+        kept = whole.rstrip(" ")
+        self._spaces = whole[len(kept) :]
+        self._stream.write(_SPACES.sub("", kept))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def check_files(files: Mapping[str, str | None]) -> None:

@@ -279,23 +279,3 @@ def _cells(outcome: Outcome) -> tuple[str, str, str]:
     machine = report.environment.get("gpu") or report.environment.get("processor", NO_FIGURE)
     speedup = report.speedup(report.chosen_row)
     return machine, report.chosen or "", NO_FIGURE if speedup is None else ratio(speedup[0])
-
-
-def words_of(context: click.Context, leave_out: Sequence[str]) -> list[str]:
-    """The options of a command line as words, but for some."""
-    given: list[str] = []
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if not isinstance(parameter, click.Option) or name in leave_out:
-            continue
-        if source is not click.core.ParameterSource.COMMANDLINE:
-            continue
-        value: Any = context.params[name]
-        option = parameter.opts[0]
-        if parameter.is_flag:
-            given += [option] * bool(value)
-        else:
-            for each in value if parameter.multiple else [value]:
-                given += [option, str(each)]
-    return given

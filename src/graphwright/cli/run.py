@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ..artifacts.loading import load
 from ..artifacts.tuned_module import of_tensors
+from ..calls.words import counted
 from ..errors import TargetError
 from ..evaluation.measurement import Samples, Timer, collection_held_off
 from ..report.report import Report
@@ -95,7 +96,9 @@ def run_artifact(
                     taken[name].append(seconds)
     latencies = {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
     fallbacks = [
-        f"{n} calls {way}" for way, n in tuned.calls.items() if not way.startswith("tuned")
+        f"{counted(n, 'call')} {way}"
+        for way, n in tuned.calls.items()
+        if not way.startswith("tuned")
     ]
     how = [*tuned._choice.loaded]
     return ArtifactRun(

@@ -13,6 +13,7 @@ from ..artifacts.loading import load
 from ..errors import OptionError, TargetError
 from ..serving.model_config import ModelConfig
 from ..serving.options import ServerOptions, Source
+from .interrupts import CTRL_C
 from .targets import load_served, load_target
 
 _SUFFIX = ".gw"
@@ -87,8 +88,11 @@ def run_server(sources: Mapping[str, Source], options: ServerOptions) -> None:
         GraphwrightError: a model cannot be served, or a port is taken.
     """
     from ..serving import interpreter
-    from ..serving.server import serve_until_told
+    from ..serving.server import check_ports, serve_until_told
 
+    check_ports(options)
     click.echo(f"graphwright: preparing {', '.join(sources)} …", err=True)
-    if not interpreter.run(serve_until_told(dict(sources), options, click.echo)):
+    if not interpreter.run(
+        serve_until_told(dict(sources), options, click.echo, CTRL_C.end_at_once)
+    ):
         interpreter.end_process()

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import socket
 import sys
 import urllib.error
@@ -26,12 +27,18 @@ from ..errors import TargetError, first_line, user_frame
 from ..serving.model_config import ModelConfig
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
+_EXAMPLE = "Write SHAPE:DTYPE, for example 8x128:float32 or 8x128:int64:30522."
 _GUARD = 'Put what ends it under `if __name__ == "__main__":`.'
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model with sample inputs, the file it comes from, and what was done to get there."""
+    """A model with sample inputs, the file it comes from, and what was done to get there.
+
+    Attributes:
+        lines: of Python that give the same, as `model` and the names in `arguments`.
+        arguments: for the model and its inputs in a call of `tune`, after `model`.
+    """
 
     name: str
     file: Path | None
@@ -39,6 +46,8 @@ class Target:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     notes: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    arguments: str = "args"
 
 
 def load_served(text: str, inputs: Sequence[str], device: torch.device) -> ModelConfig:
@@ -76,18 +85,27 @@ def load_target(
     """
     found, name, file = _found(text)
     given = tuple(parse_input(spec) for spec in inputs)
-    model, args, kwargs = _called(text, found, given, inputs_needed)
+    result = _result_of(text, found)
+    model, args, kwargs = _parts(text, result)
+    lines, arguments = _in_python(name, found, result, inputs)
     if given:
         args, kwargs = given, {}
+    elif inputs_needed and not args and not kwargs:
+        raise TargetError(
+            f"{text} gives a model and no inputs.",
+            remedy="Give one --input SHAPE:DTYPE an argument, for example --input 8x128:float32.",
+        )
     notes = []
     if isinstance(model, nn.Module) and should_be_in_eval_mode(model):
         model.eval()
+        lines.append("model.eval()")
         notes.append(
             "The model was in training mode, and was tuned in eval mode: call model.eval() where "
             "you use it; to train it under graphs, see gw.graph_step()."
         )
+    lines += _moves(device, model, arguments, args, kwargs)
     model, args, kwargs = _put_on(device, text, model, args, kwargs)
-    return Target(name, file, model, args, kwargs, tuple(notes))
+    return Target(name, file, model, args, kwargs, tuple(notes), tuple(lines), arguments)
 
 
 def _put_on(
@@ -209,20 +227,10 @@ def _ended(what: str, error: SystemExit) -> TargetError:
     )
 
 
-def _called(
-    text: str, found: Any, given: tuple[torch.Tensor, ...], needed: bool
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    result = found if isinstance(found, nn.Module) else _result_of(text, found)
-    model, args, kwargs = _parts(text, result)
-    if needed and not given and not args and not kwargs:
-        raise TargetError(
-            f"{text} gives a model and no inputs.",
-            remedy="Give one --input SHAPE:DTYPE an argument, for example --input 8x128:float32.",
-        )
-    return model, args, kwargs
-
-
 def _result_of(text: str, found: Any) -> Any:
+    """What a target gives: the model itself, or what is returned."""
+    if isinstance(found, nn.Module):
+        return found
     if not callable(found):
         raise TargetError(f"{text} is {_a(found)}.", remedy=_RETURNS)
     try:
@@ -297,6 +305,52 @@ def _parts(text: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...],
     return model, tuple(args), dict(kwargs)
 
 
+def _in_python(name: str, found: Any, result: Any, inputs: Sequence[str]) -> tuple[list[str], str]:
+    """Lines of Python that take apart what a target gives, and the arguments of `tune` then."""
+    what = name if found is result else f"{name}()"
+    if inputs:
+        tensors = ", ".join(map(input_in_python, inputs))
+        names = "model" if isinstance(result, nn.Module) else "model, *_"
+        return ["import torch", f"{names} = {what}", f"args = ({tensors},)"], "args"
+    match result:
+        case (_, Mapping()):
+            names, arguments = "model, inputs", "kwargs=inputs"
+        case (_, torch.Tensor()):
+            names, arguments = "model, x", "(x,)"
+        case (_, torch.Tensor(), _):
+            names, arguments = "model, x, kwargs", "(x,), kwargs"
+        case (_, _, _):
+            names, arguments = "model, args, kwargs", "args, kwargs"
+        case _:
+            names, arguments = "model, args", "args"
+    return [f"{names} = {what}"], arguments
+
+
+def _moves(
+    device: torch.device,
+    model: Any,
+    arguments: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[str]:
+    """Lines of Python that put a model and its inputs on a device, where they are on another."""
+    lines = []
+    if isinstance(model, nn.Module):
+        owned = [*model.parameters(), *model.buffers()]
+        lines += [f"model.to({str(device)!r})"] * any(not _is_on(device, t) for t in owned)
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(not _is_on(device, leaf) for leaf in leaves):
+        lines += ["import torch", "from torch.utils._pytree import tree_map_only"]
+        for name in re.findall(r"\b(?:args|kwargs(?!=)|inputs|x)\b", arguments):
+            move = f"lambda t: t.to({str(device)!r})"
+            lines.append(f"{name} = tree_map_only(torch.Tensor, {move}, {name})")
+    return lines
+
+
+def _is_on(device: torch.device, tensor: torch.Tensor) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
+
+
 def _a(value: Any) -> str:
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
@@ -310,27 +364,46 @@ def parse_input(spec: str) -> torch.Tensor:
     Raises:
         TargetError: the text does not parse, or the tensor would be larger than 16 GiB.
     """
-    shape_text, _, rest = spec.partition(":")
-    dtype_text, _, high_text = (rest or "float32").partition(":")
-    example = "Write SHAPE:DTYPE, for example 8x128:float32 or 8x128:int64:30522."
-    try:
-        shape = tuple(int(part) for part in shape_text.split("x"))
-        high = int(high_text) if high_text else 2
-    except ValueError:
-        raise TargetError(f"--input {spec!r} has no such shape or range.", remedy=example) from None
-    dtype = getattr(torch, dtype_text, None)
-    if not isinstance(dtype, torch.dtype):
-        raise TargetError(f"--input {spec!r}: {dtype_text!r} is no dtype.", remedy=example)
-    if any(size < 0 for size in shape) or high < 1:
-        raise TargetError(f"--input {spec!r}: sizes and range must be positive.", remedy=example)
+    shape, dtype, high = _parsed(spec)
     if math.prod(shape) * dtype.itemsize > 16 * 2**30:
         raise TargetError(f"--input {spec!r} is larger than 16 GiB.", remedy="Check the shape.")
     try:
         return _random(shape, dtype, high)
     except (RuntimeError, OverflowError, TypeError, ValueError) as error:
         raise TargetError(
-            f"--input {spec!r} cannot be made: {first_line(error, 120)}.", remedy=example
+            f"--input {spec!r} cannot be made: {first_line(error, 120)}.", remedy=_EXAMPLE
         ) from error
+
+
+def input_in_python(spec: str) -> str:
+    """An expression for a tensor as `parse_input` makes it."""
+    shape, dtype, high = _parsed(spec)
+    if dtype is torch.bool:
+        return f"torch.rand({shape}) < 0.5"
+    if dtype.is_floating_point or dtype.is_complex:
+        made, usual = f"torch.randn({shape})", torch.float32
+    else:
+        made, usual = f"torch.randint({high}, {shape})", torch.int64
+    return made if dtype is usual else f"{made}.to({dtype})"
+
+
+def _parsed(spec: str) -> tuple[tuple[int, ...], torch.dtype, int]:
+    """Shape, dtype and range of an input."""
+    shape_text, _, rest = spec.partition(":")
+    dtype_text, _, high_text = (rest or "float32").partition(":")
+    try:
+        shape = tuple(int(part) for part in shape_text.split("x"))
+        high = int(high_text) if high_text else 2
+    except ValueError:
+        raise TargetError(
+            f"--input {spec!r} has no such shape or range.", remedy=_EXAMPLE
+        ) from None
+    dtype = getattr(torch, dtype_text, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TargetError(f"--input {spec!r}: {dtype_text!r} is no dtype.", remedy=_EXAMPLE)
+    if any(size < 0 for size in shape) or high < 1:
+        raise TargetError(f"--input {spec!r}: sizes and range must be positive.", remedy=_EXAMPLE)
+    return shape, dtype, high
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, high: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import build, flatten_result
-from ..calls.options import count_problem, refuse, shown
+from ..calls.options import count_problem, names_checked, refuse, shown
 from ..errors import OptionError, SignatureError
 from .holders import held_elsewhere, may_fill_again
 
@@ -32,6 +32,7 @@ Batch = TypeVar("Batch")
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "xla")
 
 
+@names_checked
 def prefetch(
     loader: Iterable[Batch], device: torch.device | str | int | None = None, *, depth: int = 2
 ) -> Prefetcher[Batch]:

@@ -14,6 +14,7 @@ from ..calls.options import (
     args_problem,
     flag_problem,
     kwargs_problem,
+    names_checked,
     positive_problem,
     refuse,
     shown,
@@ -32,6 +33,7 @@ from .lockstep import Lockstep, Parting, more_telling, replay_of
 from .result import Cause, Diagnosis
 
 
+@names_checked
 def diagnose(
     graphed: Graph | GraphedCallable | GraphedModule,
     args: tuple[Any, ...] = (),

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
 from ..calls.operations import tensors, written
+from ..calls.words import counted
 from ..graphs.captured_call import CapturedCall
 from ..graphs.cuda.recording import CudaRecording
 from ..graphs.inspection.node import Node
@@ -127,7 +128,7 @@ def _stale_in(
             return _stale(Cause.OPERATIONS, what, node, keys[place], by)
     if len(mine) != len(new):
         last = (mine or new)[-1]
-        what = f"the graph has {len(mine)} nodes, and a new capture {len(new)}"
+        what = f"the graph has {counted(len(mine), 'node')}, and a new capture {len(new)}"
         return StaleNode(Cause.OPERATIONS, what, last, None, None)
     rows = zip(mine, keys, *(each.constants() for each in (old, first, second)), strict=True)
     for node, key, was, now, too in rows:

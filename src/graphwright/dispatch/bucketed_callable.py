@@ -119,7 +119,7 @@ class BucketedCallable(GraphedCallable):
         )
         if len(buckets.points) > self._max_graphs:
             raise OptionError(
-                f"There are {len(buckets.points)} buckets and at most {self._max_graphs} graphs.",
+                f"There are {len(buckets.points)} buckets, and max_graphs is {self._max_graphs}.",
                 remedy="Raise max_graphs, or take fewer buckets.",
             )
         self._tally = Tally(buckets.names)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy
-from ..calls.options import flag_problem, refuse
+from ..calls.options import flag_problem, names_checked, refuse
 from ..calls.signature import Call
 from ..calls.watch import Checks
 from ..errors import OptionError
@@ -111,6 +111,7 @@ def graph(  # type: ignore[overload-overlap]  # a module is callable, and the mo
 ) -> GraphedModule: ...
 @overload
 def graph(fn: Callable[..., Any], **options: Unpack[_Options]) -> GraphedCallable: ...
+@names_checked
 def graph(
     fn: Callable[..., Any],
     *,

@@ -28,6 +28,7 @@ from ..calls.introspection import FunctionStandIn, StandIn
 from ..calls.modes import opaque
 from ..calls.modules import forward_of_class
 from ..calls.signature import Args, Kwargs
+from ..calls.words import counted
 from ..graphs.graph import Graph
 from ..graphs.python_state import StateChanges
 from .payoff import Payoff
@@ -152,7 +153,10 @@ class GraphedParts:
         if self.ratio is not None and not self._used:
             return [f"in parts it would take {self.ratio:.2f} of eager's time"]
         found = {name: graphs.statistics for name, graphs in self.graphs.items()}
-        lines = [f"part {name}: {now.hits} calls answered by graphs" for name, now in found.items()]
+        lines = [
+            f"part {name}: {counted(now.hits, 'call')} answered by graphs"
+            for name, now in found.items()
+        ]
         if self.ratio is not None:
             lines.append(f"in parts it takes {self.ratio:.2f} of eager's time")
         return lines

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..calls.places import carried_by
+from ..calls.words import counted
 from ..graphs.memory import MemoryPool, format_bytes
 from ..report.html import short_table
 from ..shapes.buckets import SizesSeen
@@ -79,9 +80,9 @@ def summary(statistics: CallStatistics) -> str:
     """How the calls went, in a few words, for a repr."""
     graphs, eager = statistics.graphs, sum(statistics.eager.values())
     found = [
-        f"{graphs} graph{'s' * (graphs != 1)}",
+        counted(graphs, "graph"),
         format_bytes(statistics.nbytes),
-        f"{statistics.hits:,} hit{'s' * (statistics.hits != 1)}",
+        counted(statistics.hits, "hit"),
     ]
     if eager:
         found.append(f"{eager:,} eager")

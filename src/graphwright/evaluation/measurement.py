@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from ..calls.modes import SharedSwitch
+from ..calls.words import counted
 
 try:
     import resource
@@ -597,7 +598,7 @@ def _trim_heap() -> None:
 def load_average() -> str:
     """The load of this machine in words; empty where the system has no such figure."""
     with contextlib.suppress(OSError, AttributeError):
-        return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count() or 1} cores"
+        return f"load average {os.getloadavg()[0]:.1f} on {counted(os.cpu_count() or 1, 'core')}"
     return ""
 
 

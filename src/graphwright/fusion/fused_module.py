@@ -32,11 +32,13 @@ from ..calls.options import (
     count_problem,
     flag_problem,
     kwargs_problem,
+    names_checked,
     positive_problem,
     refuse,
 )
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, quick_key
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
+from ..calls.words import counted
 from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (
     Parts,
@@ -162,7 +164,7 @@ class _Fusion:
             if len(self.table) < self.max_kinds:
                 remedy = "call it again, or pad to a few sizes"
                 return None if seen else self._noted(_ONE_MORE, remedy, args, kwargs)
-            limit = f"{self.max_kinds} kinds of calls are fused, the most that max_kinds allows"
+            limit = f"max_kinds={self.max_kinds} allows no more kinds of calls to be fused"
             remedy = "raise max_kinds=, or pad to a few sizes"
             return limit if seen else self._noted(limit, remedy, args, kwargs)
         seen = self._came_before(key_with_objects(args, kwargs))
@@ -426,8 +428,9 @@ class FusedModule(ModuleProxy):
         lines = []
         for region in self.regions:
             (before, after), (read, now) = region.operations, region.nbytes
+            operations = counted(before, "operation")
             lines.append(
-                f"{region.path or 'the whole model'}: {before} operations are {after}, "
+                f"{region.path or 'the whole model'}: {operations} became {after}, "
                 f"{read / 2**20:.1f} MiB read and written are {now / 2**20:.1f}"
             )
             lines += [f"  {name:<12} {text}" for name, text in _summary(region)]
@@ -442,7 +445,7 @@ class FusedModule(ModuleProxy):
             lines.append(f"{path or 'the whole model'}: no graph, {why}")
         lines += _kinds(fusion.known)
         for way, count in fusion.calls.most_common():
-            lines.append(f"{count} call{'s' * (count != 1)} {way}")
+            lines.append(f"{counted(count, 'call')} {way}")
         if fusion.last_problem is not None:
             lines.append(f"last problem: {fusion.last_problem}")
         lines += [*cost_in_words(fusion.watch), *unread_in_words(fusion.watch)]
@@ -454,7 +457,7 @@ class FusedModule(ModuleProxy):
 
     def __repr__(self) -> str:
         done, count = sum(len(region.done) for region in self.regions), sum(self.calls.values())
-        changes = f"{done} change{'s' * (done != 1)}, {count:,} call{'s' * (count != 1)}"
+        changes = f"{counted(done, 'change')}, {counted(count, 'call')}"
         return f"FusedModule({type(self._fusion.module).__name__}, {changes})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
@@ -499,13 +502,15 @@ def _kinds(known: Sequence[tuple[CallSignature, Fused]]) -> list[str]:
     for signature, made in fused[:_LISTED]:
         changes = sum(len(region.done) for region in made.regions)
         lines.append(
-            f"fused for {signature.in_short()}: {made.answered} call{'s' * (made.answered != 1)} "
-            f"answered, {changes} change{'s' * (changes != 1)}"
+            f"fused for {signature.in_short()}: {counted(made.answered, 'call')} "
+            f"answered, {counted(changes, 'change')}"
         )
     rest = fused[_LISTED:]
     if rest:
         answered = sum(made.answered for _, made in rest)
-        lines.append(f"fused for {len(rest)} more kinds: {answered} calls answered")
+        lines.append(
+            f"fused for {counted(len(rest), 'more kind')}: {counted(answered, 'call')} answered"
+        )
     return lines
 
 
@@ -522,6 +527,7 @@ def _summary(region: Region) -> list[tuple[str, str]]:
     ]
 
 
+@names_checked
 def fuse(
     fn_or_module: Callable[..., Any],
     args: Sequence[Any] = (),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..calls.modules import FunctionModule
-from ..calls.options import device_problem, flag_problem, refuse
+from ..calls.options import device_problem, flag_problem, names_checked, refuse
 from ..calls.signature import Args, Kwargs
 from ..errors import CaptureError
 from .captured_call import CapturedCall, Outputs, device_of
@@ -26,6 +26,7 @@ from .recorder import Recorder
 from .transaction import transaction
 
 
+@names_checked
 def capture(
     fn: Callable[..., Any],
     *args: Any,
@@ -71,6 +72,7 @@ def capture(
     return graph
 
 
+@names_checked
 def predict_memory(
     fn: Callable[..., Any], *args: Any, pool: MemoryPool | None = None, **kwargs: Any
 ) -> MemoryPrediction:
@@ -123,6 +125,7 @@ def refusal_of(
     return None
 
 
+@names_checked
 @contextlib.contextmanager
 def capturing(
     *,

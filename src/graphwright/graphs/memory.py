@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..calls import forking
 from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
+from ..calls.words import counted
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .capture_budget import CaptureBudget
 from .conditions import keep_while_capturing
@@ -231,7 +232,7 @@ class MemoryPool:
 
     def __repr__(self) -> str:
         limit = "" if self.limit is None else f" of at most {format_bytes(self.limit)}"
-        held = f"{len(self._alive())} graphs in {format_bytes(self.reserved)}{limit}"
+        held = f"{counted(len(self._alive()), 'graph')} in {format_bytes(self.reserved)}{limit}"
         return f"<MemoryPool on {self.device}: {held}>"
 
     # What follows is for graphs and the room, and no part of the public face.

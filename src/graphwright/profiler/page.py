@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..calls.words import counted
 from ..report.markup import Html, element, facts, html, join, table
 from ..report.page import CHOSEN, Section, Tile, figure, legend, page, paragraphs, plots
 from ..report.plots import WIDTH, Group, Line, Mark, rows
@@ -70,7 +71,7 @@ def _sections(
     for by in GROUPS:
         listed = profile.table(by)
         if listed:
-            aside = f"{len(listed)} {by}{'s' * (len(listed) != 1)}"
+            aside = counted(len(listed), by)
             body = _table(by, listed, gpu=profile.device != "cpu")
             found.append(Section(f"By {by}", body, aside, folded=by != "module"))
     found.append(Section("Roofs", _roofs(profile), folded=True))
@@ -171,7 +172,7 @@ def _table(by: str, listed: Sequence[Row], *, gpu: bool) -> Html:
     ]
     body = table([by, "bound by", "time", "share", count, "bytes", "of roof"], cells, texts=2)
     left = len(listed) - _ROWS
-    return join([body, paragraphs([f"{left} others."] if left > 0 else [])])
+    return join([body, paragraphs([f"{counted(left, 'other')}."] if left > 0 else [])])
 
 
 def _roofs(profile: ProfileData) -> Html:

@@ -19,9 +19,11 @@ from ..calls.options import (
     callable_problem,
     flag_problem,
     kwargs_problem,
+    names_checked,
     refuse,
     shown,
 )
+from ..calls.words import counted
 from ..errors import GraphwrightError
 from ..evaluation.measurement import Timer, load_note
 from ..graphs.conditions import pretend_capturing
@@ -57,6 +59,7 @@ _TRIALS_S = 2.0
 _UNCOUNTED = 0.1
 
 
+@names_checked
 def profile(
     fn: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -299,8 +302,8 @@ class _Gpu(_Work):
             cause = cause_on_gpu(None, others, self.roofs)
             parts[cause] = parts.get(cause, 0.0) + sum(kernel.seconds for kernel in others)
             self.notes.append(
-                f"{len(others)} kernels belong to no operation, as those of a graph that is "
-                "replayed: what they read and compute is not known."
+                f"{counted(len(others), 'kernel')} of no operation, as of a replayed graph: "
+                "what is read and computed there is not known."
             )
         waiting = max(trace.waiting_s, self._waiting()) if waits else trace.waiting_s
         busy = trace.busy_s if alone is None else alone

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..calls.words import counted
 from ..report.table import duration
 from .profile_data import ProfileData
 from .remedies import Remedy
@@ -23,7 +24,7 @@ def to_text(profile: ProfileData) -> str:
     where = profile.roofs.device
     if profile.device == "cpu":
         threads = profile.roofs.threads
-        where += f", {threads} thread{'s' * (threads > 1)}"
+        where += f", {counted(threads, 'thread')}"
     what = "forward and backward" if profile.training else "forward"
     parts = [
         *_wrapped(f"{profile.name}, {what}: {duration(times.call_s)} a call on {where}"),
@@ -95,7 +96,7 @@ def _table(by: str, rows: Sequence[Row], *, gpu: bool) -> list[str]:
         rest = rows[_ROWS:]
         seconds = sum(row.seconds for row in rest)
         share = sum(row.share for row in rest)
-        lines.append(f"  {f'{len(rest)} others':35}{duration(seconds):>9}{share:7.0%}")
+        lines.append(f"  {counted(len(rest), 'other'):35}{duration(seconds):>9}{share:7.0%}")
     return lines
 
 

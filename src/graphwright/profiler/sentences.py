@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..calls.words import counted
 from ..report.table import duration
 from .observation import Operation
 from .trace import Traced
@@ -39,7 +40,7 @@ def told(
     why = _on_gpu(figures, trace) if isinstance(figures, GpuFigures) else _on_cpu(figures)
     starts = sum(not operation.view for operation in operations)
     if isinstance(figures, CpuFigures) and Cause.DISPATCH in verdict.causes:
-        why += f" It runs {starts} operations."
+        why += f" It runs {counted(starts, 'operation')}."
     return f"{head} {why}"
 
 
@@ -52,7 +53,7 @@ def _on_gpu(figures: GpuFigures, trace: Traced) -> str:
         parts[-1] += f", {duration(min(figures.python_s, figures.work_s))} of it in Python"
     if figures.waiting_s > 0.02 * figures.call_s:
         parts.append(f"and waits {duration(figures.waiting_s)} for values")
-    return f"{', '.join(parts)}; {trace.launches} launches."
+    return f"{', '.join(parts)}; {counted(trace.launches, 'launch', 'launches')}."
 
 
 def _on_cpu(figures: CpuFigures) -> str:
@@ -64,7 +65,7 @@ def _on_cpu(figures: CpuFigures) -> str:
     threads = figures.threads
     if threads is not None and threads.best != threads.current:
         text += (
-            f" With {threads.best} thread{'s' * (threads.best > 1)} in place of "
+            f" With {counted(threads.best, 'thread')} in place of "
             f"{threads.current} it takes {duration(threads.seconds[threads.best])}, not "
             f"{duration(threads.seconds[threads.current])}."
         )

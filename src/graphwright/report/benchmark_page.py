@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..calls.words import counted
 from ..errors import GraphwrightError
 from ..evaluation.measurement import Samples
 from .markup import Html, element, facts, join, table
@@ -219,7 +220,7 @@ def _of_buckets(figures: Mapping[str, Any]) -> Iterator[Case]:
         Way("graphwright.buckets", "ok", Samples(tuple(seconds["graph"]))),
     ]
     what = "MiniLM, batch and length at random"
-    yield Case(f"{figures['calls']:,} calls", ways, what)
+    yield Case(counted(figures["calls"], "call"), ways, what)
     for model, found in figures["padding"].items():
         ways = [_way(name, found[key], {}, False) for key, name in _PADDED.items()]
         yield Case(f"{model}, one call", ways, "a call that is smaller than its bucket")
@@ -264,7 +265,7 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
         sections.append(Section(case.name, body, aside, folded=True, anchor=f"case{number}"))
     if data.get("benchmark") == "buckets":
         figures = data["figures"]
-        aside = f"{len(figures['by_bucket'])} buckets"
+        aside = counted(len(figures["by_bucket"]), "bucket")
         sections.append(Section("By bucket", _by_bucket(figures), aside, folded=True))
     if targets := data.get("targets"):
         met = sum(bool(each.get("met")) for each in targets)
@@ -276,7 +277,7 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
         sections.append(Section("Every sample, as JSON", element("pre", text), folded=True))
     # Of buckets, single calls come after the calls that it is about.
     verdict, tiles = _verdict(timed[:1] if data.get("benchmark") == "buckets" else timed)
-    many = f"{len(timed)} {noun}{'s' * (len(timed) != 1)}"
+    many = counted(len(timed), noun)
     return page(
         "graphwright benchmark",
         f"{kind} on {where}" if where else kind,
@@ -291,7 +292,7 @@ def _verdict(cases: Sequence[Case]) -> tuple[Html, list[Tile]]:
     gains = [g for case in cases if (g := case.gain(case.best(ours=True))) is not None]
     beside = [g for case in cases if (g := case.gain_over_others()) is not None]
     if not gains:
-        return join([f"{len(cases)} models were timed."]), []
+        return join([f"{counted(len(cases), 'model')} timed."]), []
     mean = statistics.geometric_mean(gains)
     over = f"over {len(gains)} models" if len(gains) > 1 else f"for {cases[0].name}"
     parts: list[str] = ["graphwright is ", element("strong", f"{ratio(mean)} as fast as eager")]

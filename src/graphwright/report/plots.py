@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GraphwrightError
+from .installation import install_extra
 from .markup import Html
 from .page import CHOSEN, PLAIN, SERIES
 
@@ -77,7 +78,7 @@ def need_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise GraphwrightError(
             "Plots are drawn by matplotlib, which is not installed.",
-            remedy='pip install "graphwright[report]"',
+            remedy=install_extra("report"),
         )
 
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..calls.words import counted
 from ..errors import GraphwrightError
 from .result import Results, Row
 from .saving import save_as
@@ -109,7 +110,7 @@ class Report(Results):
             speed = self.speedup(row)
             if speed is not None:
                 text += f", {ratio(speed[0])} eager"
-        return f"<Report of {text}; {rows} row{'s' * (rows != 1)}>"
+        return f"<Report of {text}; {counted(rows, 'row')}>"
 
     def __str__(self) -> str:
         from .terminal import to_text  # Imported late: it needs rich.

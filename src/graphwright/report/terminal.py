@@ -153,12 +153,18 @@ def _width(report: Results, rows: list[Row], shown: list[Column]) -> int:
     return total
 
 
+def _unseen_width(*needed: int) -> int:
+    """Columns where there is no terminal: as COLUMNS says, or else so many that all is shown."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdigit() and int(columns) else max(_WIDE, *needed, 0)
+
+
 def show(report: Results, console: Console | None = None, *, details: bool = True) -> None:
-    """Print a report; where there is no terminal, at a width that holds all columns."""
+    """Print a report; without a terminal and COLUMNS, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
         needed = [_width(report, b.rows, columns(report, b.rows)) for b in blocks(report)]
-        console = Console(file=console.file, width=max([_WIDE, *needed]))
+        console = Console(file=console.file, width=_unseen_width(*needed))
     console.print(render(report, console.width, details=details))
 
 
@@ -224,7 +230,7 @@ def show_strategies(
     """
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(file=console.file, width=_WIDE, highlight=False)
+        console = Console(file=console.file, width=_unseen_width(), highlight=False)
     table = Table("strategy", "here", "loads with", "only if")
     table.columns[0].no_wrap = True
     explained: dict[str, list[str]] = {}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..calls.words import counted
 from .markup import Html, element, facts, join, table
 from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, note, page, paragraphs, plots
 from .plots import Curve, Group, Line, Mark, Point, curves, rows, short, tradeoff
@@ -106,7 +107,11 @@ def tiles(report: Results) -> list[Tile]:
                           _beside(eager.peak_bytes, memory, row)))  # fmt: skip
     if row.setup_s is not None:
         calls = report.break_even(row)
-        beside = "no break-even" if calls is None else f"break-even after {max(calls, 1):,} calls"
+        beside = (
+            "no break-even"
+            if calls is None
+            else f"break-even after {counted(max(calls, 1), 'call')}"
+        )
         found.append(Tile("set-up", duration(row.setup_s), "" if row is eager else beside))
     if row.error is not None:
         own = report.eager_error

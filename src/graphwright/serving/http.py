@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -60,6 +61,7 @@ def application(service: Service, limits: Limits) -> ASGIApp:
     version = model + "/versions/{version}"
     others = Starlette(
         routes=[
+            Route("/", endpoints.about),
             Route("/v2/health/live", endpoints.live),
             Route("/v2/health/ready", endpoints.ready),
             Route("/v2", endpoints.server),
@@ -108,6 +110,19 @@ class _Endpoints:
 
     def __init__(self, service: Service, limits: Limits) -> None:
         self._service, self._limits = service, limits
+
+    async def about(self, request: Request) -> Response:
+        server, index = self._service.metadata(), self._service.index(False)
+        return _json(
+            {
+                "about": f"This is {server.name} {server.version}: it serves models by the Open "
+                "Inference Protocol of KServe and Triton.",
+                "models": {each.name: f"/v2/models/{quote(each.name, safe='')}" for each in index},
+                "ask": "POST /v2/models/NAME/infer",
+                "health": "/v2/health/ready",
+                "metrics": "/metrics",
+            }
+        )
 
     async def live(self, request: Request) -> Response:
         live = self._service.is_live()

@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..calls.words import counted
 from .aside import SMALL
 from .protocol import (
     BYTES,
@@ -529,7 +530,7 @@ def _flat(data: object, shape: tuple[int, ...], field: str) -> list[Any]:
             values = list(itertools.chain.from_iterable(values))
     if len(values) != math.prod(shape):
         raise _invalid(
-            f"{field} has {len(values)} elements, and the shape {list(shape)} "
+            f"{field} has {counted(len(values), 'element')}, and the shape {list(shape)} "
             f"takes {math.prod(shape)}."
         )
     return values

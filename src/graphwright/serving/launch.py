@@ -10,6 +10,7 @@ from torch import nn
 from ..calls.options import shown
 from ..dispatch.graphed_callable import GraphedCallable
 from ..errors import OptionError
+from ..report.installation import install_extra
 from . import interpreter
 from .model_config import ModelConfig
 from .options import Models, Source, options_of
@@ -66,7 +67,7 @@ def check_installed() -> None:
     except ImportError as error:
         raise OptionError(
             f"Serving needs a package that is not installed: {error.name}.",
-            remedy="Run pip install 'graphwright[serve]'.",
+            remedy=f"Run {install_extra('serve')}",
         ) from error
 
 

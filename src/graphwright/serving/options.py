@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..calls.options import count_problem, refuse, shown
+from ..calls.options import count_problem, names_problems, refuse, shown
 from ..errors import OptionError
 from .model_config import ModelConfig
 
@@ -52,11 +52,10 @@ def options_of(given: Mapping[str, Any]) -> ServerOptions:
         OptionError: one is unknown or makes no sense.
     """
     known = ServerOptions.__dataclass_fields__
-    unknown = [name for name in given if name not in known]
     options = ServerOptions(**{name: value for name, value in given.items() if name in known})
     refuse(
         "serve",
-        f"there is no option {unknown[0]}; there are {', '.join(known)}" if unknown else None,
+        *names_problems(given, known),
         count_problem("max_queue", options.max_queue),
         count_problem("max_request_bytes", options.max_request_bytes),
         *(
@@ -64,6 +63,9 @@ def options_of(given: Mapping[str, Any]) -> ServerOptions:
             for name, port in (("http_port", options.http_port), ("grpc_port", options.grpc_port))
             if port is not None and not (isinstance(port, int) and 0 <= port < 1 << 16)
         ),
+        f"http_port and grpc_port are both {options.http_port}"
+        if options.http_port and options.http_port == options.grpc_port
+        else None,
         *(
             f"{name} is {shown(value)}, no number of seconds"
             for name, value in (("timeout_s", options.timeout_s), ("drain_s", options.drain_s))

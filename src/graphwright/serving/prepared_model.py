@@ -57,6 +57,7 @@ class PreparedModel:
         timings: of the sizes that are computed.
         inputs: what clients send.
         outputs: what clients get.
+        sample: the sample call's inputs by name, if these are what clients send.
         joins: whether requests are joined: no answer depends on other rows.
         splits: whether a request with more rows than a call can have is answered in parts.
         instances: what computes batches, side by side if there are several.
@@ -107,6 +108,9 @@ class PreparedModel:
                 remedy="Serve a function whose outputs have the shapes and datatypes of its "
                 "sample call, but for the named sizes.",
             ) from error
+        tensors = (leaf for leaf in sample if isinstance(leaf, torch.Tensor))
+        given = zip(self.joiner.inputs, tensors, strict=True)
+        self.sample = {} if config.inputs else {each.name: tensor for each, tensor in given}
         self.inputs = tuple(config.inputs) or self.joiner.inputs
         self.outputs = tuple(config.outputs) or self.joiner.outputs
 

@@ -24,6 +24,7 @@ from ..artifacts.loading import load
 from ..artifacts.tuned_module import TunedModule
 from ..calls.options import refuse, shown
 from ..errors import OptionError
+from ..report.installation import install_extra
 from . import launch
 from .model_config import ModelConfig
 from .node_files import NodeFile
@@ -112,7 +113,7 @@ def check_installed() -> None:
     except ImportError as error:
         raise OptionError(
             f"This needs Ray Serve, and a package of it is not installed: {error.name}.",
-            remedy='Run pip install "graphwright[ray]".',
+            remedy=f"Run {install_extra('ray')}",
         ) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..calls.options import nearest, shown
+from ..calls.words import counted
 from .protocol import (
     BYTES,
     DTYPES,
@@ -172,7 +173,7 @@ def check_count(found: int, count: int, shape: Sequence[int], name: str) -> None
     """Refuse more or fewer elements than a shape has."""
     if found != count:
         raise invalid(
-            f"The tensor {shown(name)} has {found} elements, "
+            f"The tensor {shown(name)} has {counted(found, 'element')}, "
             f"and its shape {list(shape)} has {count}."
         )
 

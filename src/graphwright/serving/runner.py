@@ -18,6 +18,7 @@ import torch
 
 from ..artifacts.tuned_module import TunedModule
 from ..calls.options import shown
+from ..calls.words import counted
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule
 from ..errors import first_line
@@ -320,7 +321,7 @@ class ModelRunner:
             share = self.model.timings.share
             raise RequestError(
                 Kind.OVERLOADED,
-                f"{waiting} requests wait for {self.name}, as many as may.",
+                f"The queue of {self.name} is full, with {counted(waiting, 'request')}.",
                 remedy="Ask again later.",
                 retry_after_s=sum(share(each.sizes) for each in self._queue),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -16,10 +17,12 @@ import grpc
 import uvicorn
 
 from ..calls.options import shown
-from ..errors import OptionError
+from ..calls.words import counted
+from ..errors import OptionError, first_line
 from . import grpc as grpc_transport
 from . import http as http_transport
 from . import interpreter
+from .example import curl
 from .http_connection import Connection
 from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source
@@ -70,6 +73,7 @@ class Server:
         self._settings.enter_context(interpreter.short_turns())
         try:
             # Listens first: a port that is taken is known at once, and health can be asked for.
+            check_ports(self.options)
             await self._listen()
             await self.repository.load_all()
         except BaseException:
@@ -79,7 +83,7 @@ class Server:
     async def _listen(self) -> None:
         options = self.options
         if options.http_port is not None:
-            bound = _bound(options.host, options.http_port)
+            bound = _bound(options.host, options.http_port, "http")
             self.http_port = bound.getsockname()[1]
             files = options.tls
             config = uvicorn.Config(
@@ -102,7 +106,7 @@ class Server:
                 await asyncio.sleep(0.005)
         if options.grpc_port is not None:
             self._grpc = grpc_transport.server(self.repository, options)
-            address = f"{options.host}:{options.grpc_port}"
+            address = _address(options.host, options.grpc_port)
             try:
                 if options.tls is None:
                     self.grpc_port = self._grpc.add_insecure_port(address)
@@ -112,7 +116,7 @@ class Server:
                         address, grpc.ssl_server_credentials([(key, chain)])
                     )
             except RuntimeError as error:
-                raise _taken(options.host, options.grpc_port, error) from error
+                raise _taken(options.host, options.grpc_port, "grpc", error) from error
             await self._grpc.start()
 
     async def stop(self) -> bool:
@@ -136,15 +140,22 @@ class Server:
         scheme = "http" if self.options.tls is None else "https"
         found = []
         if self.http_port is not None:
-            found.append(f"{scheme}://{self.options.host}:{self.http_port}")
+            found.append(f"{scheme}://{_address(self.options.host, self.http_port)}")
         if self.grpc_port is not None:
-            found.append(f"grpc://{self.options.host}:{self.grpc_port}")
+            found.append(f"grpc://{_address(self.options.host, self.grpc_port)}")
         return found
 
     def describe(self) -> str:
-        """What is served, at which sizes, and where."""
-        lines = [_description(name, model) for name, model in self.repository.prepared().items()]
-        return "\n".join([*lines, "Listening on " + " and ".join(self.addresses())])
+        """What is served, at which sizes, and where; and how to ask the first model."""
+        models = self.repository.prepared()
+        lines = [_description(name, model) for name, model in models.items()]
+        lines.append("Listening on " + " and ".join(self.addresses()))
+        if self.http_port is not None and models:
+            name, model = next(iter(models.items()))
+            token = self.options.token is not None
+            own = model.inputs, model.outputs, model.sample
+            lines.append(f"Try it:  {curl(self.addresses()[0], name, *own, token=token)}")
+        return "\n".join(lines)
 
 
 class RunningServer:
@@ -202,7 +213,10 @@ class RunningServer:
 
 
 async def serve_until_told(
-    models: Models, options: ServerOptions, tell: Callable[[str], None] = print
+    models: Models,
+    options: ServerOptions,
+    tell: Callable[[str], None] = print,
+    ending: Callable[[], None] = lambda: None,
 ) -> bool:
     """Serve until SIGTERM or SIGINT; then answer what was asked, and end.
 
@@ -210,15 +224,22 @@ async def serve_until_told(
         models: by their names.
         options: of the server.
         tell: is told what is served and where.
+        ending: called on the first of these signals; the next SIGINT is no longer handled here.
 
     Returns:
         whether all its threads ended: else the process ends only after them, or by `os._exit`.
     """
     server, stop = Server(models, options, owns_process=True), asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        stop.set()
+        if loop.remove_signal_handler(signal.SIGINT):
+            ending()
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, end)
     starting = asyncio.create_task(server.start())
     told = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
@@ -261,7 +282,18 @@ def source_of(model: ModelConfig | Source) -> Source:
     return made
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def check_ports(options: ServerOptions) -> None:
+    """Refuse ports that are taken, before anything is done, and before gRPC prints lines about it.
+
+    Raises:
+        OptionError: one of them cannot be listened on.
+    """
+    for transport, port in (("http", options.http_port), ("grpc", options.grpc_port)):
+        if port:
+            _bound(options.host, port, transport).close()
+
+
+def _bound(host: str, port: int, transport: str) -> socket.socket:
     with contextlib.ExitStack() as undo:
         try:
             # With the protocol asyncio sets TCP_NODELAY; else an answer waits 40 ms for an ACK.
@@ -270,16 +302,22 @@ def _bound(host: str, port: int) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind((host, port))
         except OSError as error:
-            raise _taken(host, port, error) from error
+            raise _taken(host, port, transport, error) from error
         undo.pop_all()
         return bound
 
 
-def _taken(host: str, port: int, error: Exception) -> OptionError:
-    return OptionError(
-        f"{host}:{port} cannot be listened on: {error}.",
-        remedy="Choose another port, or 0 for any.",
-    )
+def _taken(host: str, port: int, transport: str, error: Exception) -> OptionError:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        option = f"--{transport}-port, in Python {transport}_port"
+        remedy = f"Choose another with {option} (0: any free one)."
+        return OptionError(f"Port {port} is in use.", remedy=remedy)
+    what = f"{_address(host, port)} cannot be listened on: {first_line(error)}."
+    return OptionError(what, remedy="Choose another address or port (0: any free one).")
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _description(name: str, model: PreparedModel) -> str:
@@ -293,7 +331,7 @@ def _description(name: str, model: PreparedModel) -> str:
     computed = "computed at" if model.timings.exact else "any up to the largest, timed at"
     lines = [
         f"{name}: {of(model.inputs)} -> {of(model.outputs)}",
-        f"  {len(sizes)} sizes ({names}), {computed} {found}{more}",
+        f"  {counted(len(sizes), 'size')} ({names}), {computed} {found}{more}",
         *_side_by_side(model),
         *(f"  {note}" for note in model.notes),
     ]
@@ -304,4 +342,4 @@ def _side_by_side(model: PreparedModel) -> list[str]:
     count, threads = len(model.instances), model.instances[0].threads
     if count == 1:
         return []
-    return [f"  {count} batches at a time, with {threads} thread{'s' * (threads != 1)} each"]
+    return [f"  {count} batches at a time, with {counted(threads or 1, 'thread')} each"]

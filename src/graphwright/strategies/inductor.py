@@ -19,6 +19,7 @@ from torch import nn
 from ..calls.objects import map_tensors
 from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves
+from ..calls.words import counted
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .expected import laid_out_as
@@ -69,7 +70,9 @@ def compile_and_run(
     if delta["graphs"] == 0:
         notes.append("torch.compile captured nothing of this model: it runs eagerly under its name")
     elif delta["breaks"]:
-        notes.append(f"{delta['graphs']} graphs with {delta['breaks']} graph breaks between them")
+        notes.append(
+            f"{counted(delta['graphs'], 'graph')}, {counted(delta['breaks'], 'graph break')}"
+        )
     if delta["cached"]:
         notes.append("compiled code came from torch.compile's cache: a first set-up takes longer")
     return notes, delta, result

@@ -229,7 +229,8 @@ def parse_candidates(
         OptionError: a name is unknown, or names a lossy rewrite that is not allowed.
     """
     refuse("tune", items_problem("strategies", names, "names"))
-    found = []
+    names, found = list(names), []
+    _refuse_unknown(each for each in names if isinstance(each, str))
     for item in names:
         if isinstance(item, Candidate):
             found.append(item)
@@ -253,7 +254,8 @@ def without(candidates: Sequence[Candidate], exclude: Iterable[str]) -> list[Can
     """
     if not isinstance(exclude, Iterable):
         raise OptionError(f"exclude is a {type(exclude).__name__}: write a list of names.")
-    left_out = []
+    exclude, left_out = list(exclude), []
+    _refuse_unknown(each for each in exclude if isinstance(each, str))
     for name in exclude:
         if not isinstance(name, str):
             raise OptionError(f"exclude holds a {type(name).__name__}, which is no name.")
@@ -266,6 +268,22 @@ def without(candidates: Sequence[Candidate], exclude: Iterable[str]) -> list[Can
 def _parts(candidate: Candidate) -> set[str]:
     parts = (candidate.rewrite, candidate.compiler, candidate.runner)
     return {part.name for part in parts if part is not None}
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    """Raise for all names that have unknown parts, at once."""
+    known = [each.name for kind in (REWRITES, COMPILERS, RUNNERS) for each in kind]
+    unknown = {(n, part): nearest(part, known) for n in names for part in n.split("+")}
+    unknown = {(n, part): hint for (n, part), hint in unknown.items() if part not in known}
+    if unknown:
+        found = [
+            f"Unknown strategy {name!r}: {part!r} is no rewrite, compiler or runner."
+            for name, part in unknown
+        ]
+        hints = [*dict.fromkeys(filter(None, unknown.values()))]
+        if not all(unknown.values()):
+            hints.append(f"Known parts: {', '.join(known)}. Join them with '+'.")
+        raise OptionError(" ".join(found), remedy=" ".join(hints))
 
 
 def _parse(name: str, allow: Sequence[str]) -> Candidate:
@@ -283,17 +301,10 @@ def _parse(name: str, allow: Sequence[str]) -> Candidate:
         elif part in runners_by_name and runner is None:
             runner = runners_by_name[part]
         else:
-            known = [*rewrites_by_name, *compilers, *runners_by_name]
-            if part in known:
-                raise OptionError(
-                    f"Strategy {name!r} has two compilers, rewrites or runners: {part!r} is one "
-                    "too many.",
-                    remedy="Join one of each with '+', such as 'channels_last+inductor+graph'.",
-                )
             raise OptionError(
-                f"Unknown strategy {name!r}: {part!r} is no rewrite, compiler or runner.",
-                remedy=nearest(part, known)
-                or f"Known parts: {', '.join(known)}. Join them with '+'.",
+                f"Strategy {name!r} has two compilers, rewrites or runners: {part!r} is one "
+                "too many.",
+                remedy="Join one of each with '+', such as 'channels_last+inductor+graph'.",
             )
     if rewrite is not None and rewrite.lossy_ulp is not None and rewrite.name not in allow:
         raise OptionError(

@@ -46,6 +46,7 @@ from ..calls.modules import FunctionModule
 from ..calls.options import refuse
 from ..calls.snapshots import Call, Outcome, keep, outputs_by_name
 from ..calls.watch import ModuleWatch
+from ..calls.words import counted
 from ..errors import GraphwrightError, first_line, in_words
 from ..evaluation.measurement import median_interval
 from ..evaluation.reference import Sample
@@ -574,7 +575,7 @@ class BackgroundModule(TunedModule):
             lines += [f"strategy: {EAGER}", search.report.reason]
         lines += search.report.notes
         if not self._choice.table:
-            lines += [f"{n} call{'s' * (n != 1)} {way}" for way, n in self.calls.most_common()]
+            lines += [f"{counted(n, 'call')} {way}" for way, n in self.calls.most_common()]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -328,7 +328,7 @@ def _lossy_problem(allow: Any) -> str | None:
     problem = texts_problem("allow", allow)
     unknown = [] if problem else [name for name in allow if name not in LOSSY]
     if unknown:
-        hint = nearest(unknown[0], LOSSY)
+        hint = " ".join(filter(None, (nearest(each, LOSSY) for each in unknown)))
         return f"allow names {unknown}, but knows only {', '.join(LOSSY)}{hint and f' ({hint})'}"
     return problem
 

@@ -23,7 +23,7 @@ from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.host_generators import generators_kept
 from ..calls.modes import cached_weights_refused
 from ..calls.modules import FunctionModule
-from ..calls.options import flag_problem, refuse
+from ..calls.options import flag_problem, names_checked, refuse
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks
@@ -81,6 +81,7 @@ _BETWEEN = "Some calls between the buckets will fall back to eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
 
 
+@names_checked
 def tune(
     model: Callable[..., Any],
     args: Args = (),
@@ -228,7 +229,13 @@ def tune(
 
 
 class Tuning:
-    """One run of `tune`, step by step. `report` holds what is known at any moment."""
+    """One run of `tune`, step by step. `report` holds what is known at any moment.
+
+    Attributes:
+        asked: for what.
+        report: of the run.
+        cached: whether the choice cache has the choice.
+    """
 
     def __init__(
         self,
@@ -293,6 +300,7 @@ class Tuning:
         self._same_under_no_grad = True
         # The ranges of sizes that the choice was proved to answer; None until then.
         self._ranges: tuple[Range, ...] | None = None
+        self.cached = False
 
     # ------------------------------------------------------------ the run
 
@@ -326,6 +334,7 @@ class Tuning:
             progress.step("what was chosen before")
             tuned = self._tuned_from_cache(recalled)
             if tuned is not None:
+                self.cached = True
                 return tuned
         # What checks cost is timed as it will be; a compiler would disturb what is timed.
         have_checks = compiled_checks.begin()
@@ -359,7 +368,7 @@ class Tuning:
         # What a busy machine decided is not for the next run, which may have a quiet one.
         if key is not None and not any(row.unsteady for row in self.report.rows):
             self.report.seconds = time.monotonic() - self._started
-            choice_cache.remember(key, self.report)
+            self.cached = choice_cache.remember(key, self.report) is not None
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...calls.words import counted
 from ...errors import CaptureError
 
 _MEMCPY_NODE = 1
@@ -223,7 +224,9 @@ class KernelFunction:
             CaptureError: the driver refuses.
         """
         if len(values) != self._taken:
-            raise CaptureError(f"The kernel takes {self._taken} arguments, and not {len(values)}.")
+            raise CaptureError(
+                f"The kernel takes {counted(self._taken, 'argument')}, and not {len(values)}."
+            )
         self._bind()
         # New memory for each call: the GIL is released meanwhile, and another thread may launch.
         given = [*values, *(ctypes.c_uint64() for _ in range(self._extra))]

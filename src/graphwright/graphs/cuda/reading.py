@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...calls.words import counted
 from ...errors import CaptureError
 from ..inspection.node import Node
 from ..inspection.origins import Observer
@@ -160,7 +161,9 @@ def _node(index: int, handle: int, before: tuple[int, ...]) -> Node:
         child = ctypes.c_void_p()
         asked = _pointer("cuGraphChildGraphNodeGetGraph", count=2)
         if asked is not None and not asked(handle, ctypes.byref(child)) and child.value:
-            return Node(index, word, f"graph of {driver.node_count(child.value)} nodes", before)
+            return Node(
+                index, word, f"graph of {counted(driver.node_count(child.value), 'node')}", before
+            )
     return Node(index, word, word, before)
 
 

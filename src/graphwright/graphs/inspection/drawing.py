@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from ...calls.words import counted
 from ...errors import GraphwrightError
 from .node import Node, gaps
 from .table import cut, label_of, plain, size
@@ -73,7 +74,7 @@ def to_svg(name: str, nodes: Sequence[Node]) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise GraphwrightError(
-            f"graphviz has not laid out {len(nodes)} nodes in {_TIMEOUT_S:.0f} s.",
+            f"graphviz has not laid out {counted(len(nodes), 'node')} in {_TIMEOUT_S:.0f} s.",
             remedy="Use to_dot(), or capture a part of the model.",
         ) from error
     except (OSError, subprocess.CalledProcessError) as error:
@@ -106,8 +107,8 @@ def _node(node: Node) -> str:
         lines.append(cut(plain(node.operation), 44))
     facts = []
     if node.grid is not None and node.block is not None:
-        facts.append(f"{'×'.join(map(str, node.grid))} blocks of {'×'.join(map(str, node.block))}")
-    facts += [] if node.registers is None else [f"{node.registers} registers"]
+        facts.append(f"grid {'×'.join(map(str, node.grid))} of {'×'.join(map(str, node.block))}")
+    facts += [] if node.registers is None else [counted(node.registers, "register")]
     facts += [] if not node.shared_bytes else [f"{size(node.shared_bytes)} shared"]
     facts += [] if node.bytes is None else [size(node.bytes)]
     facts += [] if node.duration_us is None else [f"{node.duration_us:.1f} µs"]

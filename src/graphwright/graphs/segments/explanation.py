@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...calls.words import counted
 from .segment import Break, Segment
 from .steps import Host, New, Step
 
@@ -57,7 +58,7 @@ def _segment(node: Segment) -> Iterator[str]:
     seconds = node.seconds
     took = "" if seconds is None else f", {seconds * 1e6:.1f} µs"
     count = node.recording.nodes
-    yield f"graph of {count} node{'s' * (count != 1)}{took}"
+    yield f"graph of {counted(count, 'node')}{took}"
 
 
 def hoisted(node: Segment) -> Counter[str | None]:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from ...calls.fingerprint import described
-from ...calls.options import flag_problem, items_problem, refuse, shown, texts_problem
+from ...calls.options import (
+    flag_problem,
+    items_problem,
+    names_checked,
+    refuse,
+    shown,
+    texts_problem,
+)
 from ...errors import ExtensionError, OptionError
 from .building import Flags, forget, is_current, library
 from .diagnosis import not_loaded, not_registered
@@ -175,6 +182,7 @@ _ALL = _All()
 os.register_at_fork(after_in_child=_ALL.after_fork)
 
 
+@names_checked
 def extension(
     name: str,
     *,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...calls.fingerprint import described
-from ...calls.options import callable_problem, items_problem, refuse, shown
+from ...calls.options import callable_problem, items_problem, names_checked, refuse, shown
 from ...errors import ExtensionError, OptionError, first_line
 from .operator import Operator, Token, check_name
 from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
@@ -23,6 +23,7 @@ _MADE: dict[str, list[tuple[_Recipe, Operator]]] = {}
 _KEPT: list[torch.library.Library] = []
 
 
+@names_checked
 def triton_op(
     name: str,
     function: Callable[..., Any],

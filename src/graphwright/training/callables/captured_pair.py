@@ -23,6 +23,7 @@ from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
 from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
 from ...calls.watch import ModuleWatch
+from ...calls.words import counted
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
 from ...graphs.composition import Parts
@@ -310,7 +311,7 @@ class CapturedPair(Graph):
         if count >= self._most_sets:
             return Refusal(
                 "all activation sets wait for their backwards",
-                f"{count} others wait for their backwards. Give "
+                f"{counted(count, 'other call')} will still run backward. Give "
                 f"make_graphed_callables() activation_sets={count + 1} or more, call backward() "
                 "before, or let go of the outputs that need none.",
             )

@@ -17,6 +17,7 @@ from ...calls.options import (
     count_problem,
     flag_problem,
     kwargs_problem,
+    names_checked,
     refuse,
     shown,
 )
@@ -56,6 +57,7 @@ def make_graphed_callables(
     activation_sets: int = 4,
     on_miss: OnMiss = "capture",
 ) -> Graphable: ...
+@names_checked
 def make_graphed_callables(
     callables: Any,
     sample_args: Any,

@@ -22,10 +22,12 @@ from ...calls.options import (
     choice_problem,
     count_problem,
     kind_problem,
+    names_checked,
     refuse,
     shown,
 )
 from ...calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
+from ...calls.words import counted
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
@@ -185,18 +187,20 @@ class GraphedStep(RunsStep):
         """The graphs and their memory, learning rates, and how the steps went so far, in words."""
         now = self.statistics
         lines = [
-            f"{name_of_step(self._step)}: {len(self._ready())} graphs, "
+            f"{name_of_step(self._step)}: {counted(len(self._ready()), 'graph')}, "
             f"{format_bytes(now.nbytes)} of memory",
-            f"{now.replays} steps replayed, {now.captures} captures",
+            f"{counted(now.replays, 'step')} replayed, {counted(now.captures, 'capture')}",
         ]
-        lines += [f"  {graph.name}: {graph.node_count} nodes" for graph in self._ready()]
+        lines += [f"  {graph.name}: {counted(graph.node_count, 'node')}" for graph in self._ready()]
         for rate in self._builder.rates:
             where = "a constant of the graph" if rate.tensor is None else "read from a tensor"
             lines.append(f"learning rate of {rate}: {where}")
         for number in self._builder.numbers:
             if number.tensors is not None:
                 lines.append(f"{number}: read from a tensor")
-        lines += [f"{count} steps eager: {why}" for why, count in now.eager.most_common()]
+        lines += [
+            f"{counted(count, 'step')} eager: {why}" for why, count in now.eager.most_common()
+        ]
         if self._last_miss:
             lines.append(f"last miss: {self._last_miss}")
         return "\n".join(lines)
@@ -231,7 +235,7 @@ class GraphedStep(RunsStep):
         )
 
     def __repr__(self) -> str:
-        return f"<GraphedStep {name_of_step(self._step)}: {len(self._ready())} graphs>"
+        return f"<GraphedStep {name_of_step(self._step)}: {counted(len(self._ready()), 'graph')}>"
 
     # A step.
 
@@ -333,7 +337,7 @@ class GraphedStep(RunsStep):
         if len(self._graphs) >= self._max_graphs:
             self._drop_others(keep=self._max_graphs - 1)
         if len(self._graphs) >= self._max_graphs:
-            return None, f"there are {self._max_graphs} graphs already", why
+            return None, f"max_graphs={self._max_graphs} allows no more graphs", why
         known = next((each for each in self._refused if each.signature.fits(args, kwargs)), None)
         if known is not None:
             known.waits -= 1
@@ -474,6 +478,7 @@ class GraphedStep(RunsStep):
         return graph.what_changed() or "it begins with other gradients"
 
 
+@names_checked
 def graph_step(
     step: Callable[..., Any],
     sample_batch: Any,
