@@ -57,6 +57,12 @@ def test_a_mask_of_padding_keeps_rows_that_begin_with_data() -> None:
     assert any(mask.any() for (mask,) in found.values())
 
 
+def test_a_ragged_mask_is_not_flipped() -> None:
+    """Its rows would begin with padding, even where each has both values."""
+    found = varied(torch.tensor([[True, True, False, False], [True, True, True, False]]))
+    assert all(begins_with(mask, True) for (mask,) in found.values())
+
+
 def test_rows_that_end_with_data_go_on_doing_so() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     found = [each for (each,) in varied(mask).values()]
@@ -110,6 +116,10 @@ def test_a_mask_of_ones_is_varied_so_that_eager_survives() -> None:
     ]
     assert verify(pooled, ref).ok
     assert not verify(lambda x, mask: x.mean(1), ref).ok
+
+
+def test_ones_that_are_no_mask_need_no_note() -> None:
+    assert made(lambda x: x * 2, torch.ones(4, 16)).notes == []
 
 
 def test_what_eager_does_not_survive_judges_nobody() -> None:
