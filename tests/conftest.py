@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from graphwright.calls import threads
 from graphwright.graphs import capture_budget
@@ -22,6 +23,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRAPHWRIGHT_COMPILED_CHECKS", "0")
 # Ray reads this when it is imported: on Linux, too, its own clusters are to use 127.0.0.1 only.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# A busy machine is no failure.
+settings.register_profile("graphwright", deadline=None)
+settings.load_profile("graphwright")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
