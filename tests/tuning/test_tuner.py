@@ -698,7 +698,8 @@ def test_another_default_device_changes_nothing(sized: bool) -> None:
         assert torch.equal(tuned(x), model(x))
     rows = [row.status for row in tuned.report.rows]
     assert Status.FAILED not in rows
-    assert not [note for note in tuned.report.notes if "left out" in note or "no float64" in note]
+    assert tuned.report.left_out == []
+    assert not [note for note in tuned.report.notes if "no float64" in note]
 
 
 def test_a_plain_function_and_keyword_inputs_can_be_tuned(device: torch.device) -> None:
@@ -853,3 +854,14 @@ def test_lazy_parameters_are_refused_by_name() -> None:
 def test_options_of_a_wrong_type_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(gw.OptionError):
         gw.tune(Small().eval(), (torch.ones(4, 16),), **options)
+
+
+def test_a_model_that_cannot_be_called_without_gradients_is_tuned_with_them() -> None:
+    class Differentiates(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(x.square().sum(), x)[0]
+
+    tuned = gw.tune(Differentiates().eval(), (torch.randn(4),), strategies=[], remember=False)
+    assert tuned.report.chosen == "eager"
+    assert any("Under no_grad" in note for note in tuned.report.notes)

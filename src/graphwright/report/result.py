@@ -160,7 +160,8 @@ class Results:
     `recalled` says when the choice was made if it comes from the choice cache. `curve` says when
     the search had found something better than all before. `host_s` is what the host needs for a
     call, if that is known, and `input_bytes` the size of its tensors: what bounds follow from.
-    `predictions` are there if the model was profiled before.
+    `predictions` are there if the model was profiled before. `left_out` names the variations of the
+    inputs that no candidate was verified with, since eager does not survive them.
     """
 
     model: str
@@ -181,6 +182,7 @@ class Results:
     host_s: float | None = None
     input_bytes: int = 0
     predictions: list[Prediction] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy, by name."""
@@ -311,8 +313,9 @@ class Results:
                 predictions=predictions,
                 **data,
             )
-            if type(report.notes) is not list or not all(type(n) is str for n in report.notes):
-                raise TypeError("its notes are no texts")
+            for texts in (report.notes, report.left_out):
+                if type(texts) is not list or not all(type(text) is str for text in texts):
+                    raise TypeError("its notes are no texts")
             report.check()
             return report
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
