@@ -367,8 +367,7 @@ def rows(
         ticks = [float(tick) for tick in axes.get_xticks() if left <= tick <= right]
         _upright(axes, ticks, bands, color=LINE, linewidth=0.8, zorder=0)
         if reference is not None:
-            _upright(axes, reference[:1], bands, color=MUTED, linewidth=1, linestyle=(0, (4, 3)),
-                     zorder=1)  # fmt: skip
+            _upright(axes, reference[:1], bands, color=MUTED, linewidth=1.2, zorder=1)
 
     return draw(name, label, height, paint, alone=alone)
 
@@ -505,30 +504,37 @@ def tradeoff(
         line = _stairs([(p.x, p.y) for p in front])
         axes.plot([x for x, _ in line], [y for _, y in line], color=MUTED, linewidth=1,
                   linestyle=(0, (4, 3)), zorder=1)  # fmt: skip
-        for point in points:
+        ordered = sorted(points, key=lambda p: (not p.strong, p not in front))
+        for point in reversed(ordered):
             (drawn,) = axes.plot([point.x], [point.y], "o", color=color(point.color), markersize=8)
             hint(drawn, f"{point.name}: {x_form(point.x)}, {y_form(point.y)}")
         _ticks(axes, x_form, logarithmic=axes.get_xscale() == "log")
         _ticks(axes, y_form, logarithmic=axes.get_yscale() == "log", which="y", binary=binary)
         axes.set_xlabel(x_axis)
         axes.set_ylabel(y_axis)
-        ordered = sorted(points, key=lambda p: (not p.strong, p not in front))
         _labels(figure, axes, [(p.name, p.x, p.y, p.color) for p in ordered], [line])
 
     return draw(name, label, 290, paint)
+
+
+# The shares of a scale that are left free at its ends: a name needs more room at the right.
+_ROOM = {"x": (0.08, 0.36), "y": (0.16, 0.2)}
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
     """A scale on which all figures can be told apart, with room for names."""
     low, high = min(values), max(values)
     limits = axes.set_xlim if which == "x" else axes.set_ylim
+    below, above = _ROOM[which]
     if low > 0 and high / low > _FAR_APART:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-        room = (high / low) ** 0.12 * 1.25
-        limits(low / room, high * room)
+        span = high / low
+        limits(low / (span**below * 1.1), high * span**above * 1.1)
     else:
-        room = (high - low or abs(high) or 1.0) * 0.16
-        limits(max(0.0, low - room) if low >= 0 else low - room, high + room)
+        span = high - low or abs(high) or 1.0
+        limits(
+            max(0.0, low - below * span) if low >= 0 else low - below * span, high + above * span
+        )
 
 
 def _front(points: Sequence[Point], *, gain: bool) -> list[Point]:
@@ -553,6 +559,8 @@ def _stairs(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 _PLACES = (
     *((8, 0, "left", "center"), (-8, 0, "right", "center")),
     *((0, 8, "center", "bottom"), (0, -8, "center", "top")),
+    *((-20, 8, "left", "bottom"), (-20, -8, "left", "top")),
+    *((20, 8, "right", "bottom"), (20, -8, "right", "top")),
     *(
         (right, up, "left" if right > 0 else "right", "bottom" if up > 0 else "top")
         for across, high in ((6, 8), (8, 18), (8, 32), (16, 46), (30, 18), (30, 32), (46, 60))
@@ -597,7 +605,9 @@ def _labels(
             return False
         if not (inside.y0 <= box.y0 and box.y1 <= inside.y1):
             return False
-        if any(box.overlaps(other) for other in (*names, *dots)):
+        if any(box.overlaps(dot) for dot in dots):
+            return False
+        if any(box.padded(5, 0).overlaps(other) for other in names):
             return False
         if any(path.intersects_bbox(box, filled=False) for path in drawn):
             return False
@@ -620,7 +630,8 @@ def _labels(
                 weight="bold" if chosen else "normal",
             )
             text.set_in_layout(False)
-            box = text.get_window_extent(renderer)
+            # A browser's font may be a little wider.
+            box = text.get_window_extent(renderer).expanded(1.08, 1.0)
             across, above = axes.transData.transform((x, y))
             lead = Path([(across, above), (across + right, above + up)]) if far else None
             if fits(box, lead, own):

@@ -164,7 +164,8 @@ def _gains(report: Results, name: str) -> Html | None:
             continue
         text = mark(report, row)
         text += f"{calls_per_second(row)} calls/s" if in_calls else duration(seconds)
-        text += ", unsteady" if row.unsteady else "" if speed is None else f", {ratio(speed[0])}"
+        gain = "" if speed is None or row.strategy == EAGER else f", {ratio(speed[0])}"
+        text += ", unsteady" if row.unsteady else gain
         marks = []
         if speed is not None:
             hint = f"{row.strategy}: {ratio(speed[0])}, {ratio(speed[1])} to {ratio(speed[2])}"
@@ -269,7 +270,7 @@ def _errors(report: Results, name: str) -> Html | None:
     )
     caption = "Root mean square."
     if reference is not None:
-        caption += " The dashed line is eager's own error."
+        caption += " The upright line is eager's own error."
     return figure("Error against float64", plot, caption)
 
 
@@ -289,7 +290,7 @@ def _search(report: Results, name: str) -> Html | None:
         f"A curve: the best that was known of {report.model} as the search went on",
         [curve],
         "time since the start",
-        "times as fast as eager, when screened",
+        "times as fast, when screened",
         lambda value: f"{value:.0f} s",
         lambda value: f"{value:.3g}×",
         steps=True,

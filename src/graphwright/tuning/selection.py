@@ -180,7 +180,8 @@ def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
         more = "it is the simplest" if simplest else "none is simpler"
         return f"{count} others are as fast within the noise, and {more}"
     right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
-    if len(right) > 2 and min(eligible(report), key=report.cost) is chosen:
+    is_best = min(eligible(report), key=report.cost) is chosen
+    if is_best and len(right) > 2 and report.ratios(chosen):
         return f"the fastest of the {len(right)} that agree with float64"
     return ""
 
