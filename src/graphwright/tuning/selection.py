@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 from ..evaluation.measurement import median_interval
 from ..report.report import Report
@@ -205,12 +206,20 @@ def _left_out(report: Report, chosen: Row) -> str:
         )
     gains = {row.strategy: 1 / report.cost(row) for row in apart if report.ratios(row)}
     best = max(gains, key=gains.__getitem__, default="")
-    if best and report.ratios(chosen) and gains[best] > 1 / report.cost(chosen):
-        return (
-            f" The {ratio(gains[best])} of {best} was measured at another moment, and without "
-            "per-call checks."
-        )
-    return ""
+    if not best or not report.ratios(chosen) or gains[best] <= 1 / report.cost(chosen):
+        return ""
+    # Else a table that has both figures would contradict the choice.
+    if chosen.baseline is not None:
+        own = chosen.screening.ratios(chosen.baseline, report.figure)
+        if 1 / statistics.median(own) >= gains[best]:
+            return (
+                f" The {ratio(gains[best])} of {best} is of its screening, in which "
+                f"{chosen.strategy} did better still."
+            )
+    return (
+        f" The {ratio(gains[best])} of {best} was measured at another moment, and without per-call "
+        "checks."
+    )
 
 
 def _reason_for_cold_start(report: Report, chosen: Row) -> str:
