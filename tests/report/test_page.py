@@ -346,7 +346,7 @@ def test_the_suffix_says_what_is_saved(suffix: str, start: str, tmp_path: Path) 
 def test_other_suffixes_and_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GraphwrightError, match=r"End it with \.html, \.json, \.md or \.svg\."):
         report().save(tmp_path / "tune.pdf")
-    with pytest.raises(GraphwrightError, match="suffix names no form"):
+    with pytest.raises(GraphwrightError, match="suffix is not one of those known"):
         report().save(tmp_path / "tune")
     with pytest.raises(GraphwrightError, match="cannot be written: No such file"):
         report().save(tmp_path / "no folder" / "tune.html")

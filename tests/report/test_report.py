@@ -265,9 +265,9 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t[: len(t) // 2], "no JSON"),
-        (lambda t: "[]", "no report"),
-        (lambda t: t.replace("graphwright.tune", "other"), "no report"),
+        (lambda t: t[: len(t) // 2], "not valid JSON"),
+        (lambda t: "[]", "not a report"),
+        (lambda t: t.replace("graphwright.tune", "other"), "not a report"),
         (lambda t: t.replace('"schema_version": 2', '"schema_version": 99'), "version 99"),
         (lambda t: t.replace('"rows"', '"columns"'), "damaged"),
         (lambda t: t.replace('"slower"', '"odd"'), "damaged"),
@@ -276,7 +276,7 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
         (lambda t: t.replace('"seconds": 0.0', '"seconds": null'), "damaged"),
         (lambda t: re.sub(r'"throughput": \[.*?\]', '"throughput": []', t, flags=re.S), "damaged"),
         (lambda t: re.sub(r"0\.002,", '"a",', t), "damaged"),
-        (lambda t: "[" * 100_000, "no JSON|no report"),
+        (lambda t: "[" * 100_000, "not valid JSON|not a report"),
     ],
 )
 def test_a_damaged_report_is_refused(report: Report, damage: object, message: str) -> None:

@@ -159,8 +159,8 @@ def test_what_is_unsteady_and_slow_at_times_is_not_chosen_and_the_verdict_says_i
     assert report.ratios(row) == []
     assert report.chosen != "eager:no_grad"
     assert report.reason.endswith(
-        " The machine was busy (load average 4.0): eager:no_grad stayed unsteady and takes part "
-        "in no ratio. Tune again when less else runs."
+        " The machine was busy (load average 4.0): eager:no_grad stayed unsteady and is not "
+        "compared. Tune again when it is idle."
     )
     # What a busy machine decided is not remembered.
     key = tuning._key()

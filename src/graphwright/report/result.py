@@ -291,18 +291,18 @@ class Results:
         """Read what `to_json` wrote.
 
         Raises:
-            GraphwrightError: the text is no report, or of a schema that this version cannot read.
+            GraphwrightError: the text is not a report, or its schema cannot be read by this version.
         """
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
             raise GraphwrightError(
-                f"The text of the report is no JSON: {error}.",
+                f"The report is not valid JSON: {error}.",
                 remedy="Reports are written by `graphwright tune --json FILE`.",
             ) from error
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             raise GraphwrightError(
-                "This is no report of graphwright tune.",
+                "This is not a report of graphwright tune.",
                 remedy="Reports are written by `graphwright tune --json FILE`.",
             )
         version = data.pop("schema_version", None)

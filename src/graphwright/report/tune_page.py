@@ -205,7 +205,7 @@ def _first_answers(report: Results, name: str) -> Html | None:
         "from the start of a process",
         duration,
     )
-    return figure("First answer", plot, "The shortest of some; whiskers: up to the longest.")
+    return figure("First answer", plot, "The shortest of several; whiskers: up to the longest.")
 
 
 def _against_memory(report: Results, name: str) -> Html | None:

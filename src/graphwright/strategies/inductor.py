@@ -67,9 +67,11 @@ def compile_and_run(
     delta = {name: value - before[name] for name, value in count().items()}
     notes = []
     if delta["graphs"] == 0:
-        notes.append("torch.compile captured nothing of this model: it runs eagerly under its name")
+        notes.append("torch.compile captured nothing of this model, which runs eagerly")
     elif delta["breaks"]:
-        notes.append(f"{delta['graphs']} graphs with {delta['breaks']} graph breaks between them")
+        graphs = f"{delta['graphs']} graph{'s' * (delta['graphs'] != 1)}"
+        breaks = f"{delta['breaks']} graph break{'s' * (delta['breaks'] != 1)}"
+        notes.append(f"{graphs}, {breaks}")
     if delta["cached"]:
         notes.append("compiled code came from torch.compile's cache: a first set-up takes longer")
     return notes, delta, result

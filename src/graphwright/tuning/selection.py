@@ -123,8 +123,7 @@ def reason_for(report: Report, chosen: Row, finalists: list[Row], load: str = ""
         seen = f" ({load})" if load else ""
         text += (
             f" The machine was busy{seen}: {', '.join(unsteady)} stayed unsteady and "
-            f"{'takes' if len(unsteady) == 1 else 'take'} part in no ratio. "
-            "Tune again when less else runs."
+            f"{'is' if len(unsteady) == 1 else 'are'} not compared. Tune again when it is idle."
         )
     return text
 
@@ -135,13 +134,14 @@ def _reason_for_eager(report: Report, chosen: Row) -> str:
         return "eager was chosen: nothing else could be measured here."
     if chosen.unsteady:
         return (
-            "eager was chosen: its own time is unsteady, and none is always faster than its "
+            "eager was chosen: its own time is unsteady, and nothing was always faster than its "
             "fastest call."
         )
-    beaten = f"none of the {others} others that were measured beats it"
     if others == 1:
-        beaten = "the other one that was measured does not beat it"
-    return f"eager was chosen: {beaten} beyond the noise."
+        return "eager was chosen: the only other one that was timed is not faster beyond the noise."
+    return (
+        f"eager was chosen: none of the {others} others that were timed is faster beyond the noise."
+    )
 
 
 def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
