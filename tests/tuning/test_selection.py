@@ -140,3 +140,12 @@ def test_memory_is_said_of_what_was_tuned_for_it() -> None:
         "fused was chosen: it needs 3.0 MiB at its peak, eager 8.0 MiB; it is 2.00× as fast as "
         "eager (2.00 to 2.00)."
     )
+
+
+def test_a_few_unsteady_ones_are_named_and_many_are_counted() -> None:
+    rows = [finalist(name, rank, [2.0] * 6) for rank, name in enumerate(("eager", *"abcd"))]
+    for row in rows[1:4]:
+        row.unsteady = "its rounds disagree"
+    assert "busy: a, b, c stayed unsteady and are not compared." in run_of(*rows).reason
+    rows[4].unsteady = "its rounds disagree"
+    assert "busy: 4 strategies stayed unsteady and are not compared." in run_of(*rows).reason

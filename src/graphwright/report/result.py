@@ -291,7 +291,7 @@ class Results:
         """Read what `to_json` wrote.
 
         Raises:
-            GraphwrightError: the text is not a report, or its schema cannot be read by this version.
+            GraphwrightError: the text is not a report, or has a schema that cannot be read.
         """
         try:
             data = json.loads(text)

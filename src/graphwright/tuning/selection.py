@@ -16,6 +16,8 @@ FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
 NO_TIME_LEFT = "a finalist, but not timed again: the budget left no time"
 # A smaller gain is not worth a more complex candidate, however certain it is.
 _WORTH_IT = 1.01
+# So many strategies are named in a sentence; more are counted.
+_NAMED = 3
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -121,8 +123,9 @@ def reason_for(report: Report, chosen: Row, finalists: list[Row], load: str = ""
     unsteady = [row.strategy for row in report.rows if row.unsteady]
     if unsteady:
         seen = f" ({load})" if load else ""
+        who = ", ".join(unsteady) if len(unsteady) <= _NAMED else f"{len(unsteady)} strategies"
         text += (
-            f" The machine was busy{seen}: {', '.join(unsteady)} stayed unsteady and "
+            f" The machine was busy{seen}: {who} stayed unsteady and "
             f"{'is' if len(unsteady) == 1 else 'are'} not compared. Tune again when it is idle."
         )
     return text
@@ -138,10 +141,8 @@ def _reason_for_eager(report: Report, chosen: Row) -> str:
             "fastest call."
         )
     if others == 1:
-        return "eager was chosen: the only other one that was timed is not faster beyond the noise."
-    return (
-        f"eager was chosen: none of the {others} others that were timed is faster beyond the noise."
-    )
+        return "eager was chosen: the only other strategy timed is not faster beyond the noise."
+    return f"eager was chosen: none of the {others} others timed is faster beyond the noise."
 
 
 def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
