@@ -638,7 +638,7 @@ TOPICS = (
     Topic(
         "search",
         "The default search",
-        "What `tune()` finds in its default budget, a minute or up to two for large models, "
+        "What `tune()` finds in its default budget, a minute or up to 90 s for large models, "
         "compared with an exhaustive search and PyTorch's own methods.",
         ["search"],
         {"search*": _unnamed(search_to_markdown)},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from graphwright.calls.signature import CallSignature
 from graphwright.calls.snapshots import layout
 from graphwright.graphs import turns
 from graphwright.graphs.memory import MemoryPool
-from graphwright.shapes import outputs, symbolic
+from graphwright.shapes import family, outputs, symbolic
 from graphwright.shapes.dimensions import Dimensions
 from graphwright.shapes.dynamic_signature import DynamicSignature
 from graphwright.shapes.family import ShapeFamily
@@ -1111,3 +1113,23 @@ def test_padding_is_proved_whatever_the_default_device_is() -> None:
         assert family.prove((8,), [(1,), (5,), (7,)]) is None
         refused = family_of(lambda x: x.mean(0), (x,), {"batch": [8]})
         assert "batch" in str(refused.prove((8,), [(3,)]))
+
+
+def test_a_proof_that_takes_long_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = threading.Event()
+
+    class Slow(Prover):
+        def start(self, *args: Any, **options: Any) -> Any:
+            started.wait(60.0)
+            return super().start(*args, **options)
+
+    class Said(io.StringIO):
+        def write(self, text: str) -> int:
+            started.set()
+            return super().write(text)
+
+    monkeypatch.setattr(family, "Prover", Slow)
+    monkeypatch.setattr(family, "SHORT_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", said := Said())
+    gw.graph(lambda x: x * 2, buckets=gw.Buckets(batch=[4]))(torch.ones(3, 2))
+    assert "proving that padding to 4 is safe" in said.getvalue()

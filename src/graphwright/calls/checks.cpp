@@ -12,18 +12,35 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/SafePyObject.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Export.h>
 #include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
+// These two are declared in torch/csrc/autograd/python_variable.h, which takes three times as long to
+// compile as all else here. `compiled_checks.py` asks `graphwright_knows_tensor` before it uses them.
+TORCH_PYTHON_API extern PyObject* THPVariableClass;
+
 namespace {
+
+struct Tensor {
+  PyObject_HEAD
+  c10::TensorImpl* impl;
+};
+
+c10::TensorImpl* impl_of(PyObject* tensor) { return reinterpret_cast<Tensor*>(tensor)->impl; }
+
+bool is_tensor(PyObject* object) {
+  const int found = PyObject_IsInstance(object, THPVariableClass);
+  if (found < 0) PyErr_Clear();
+  return found == 1;
+}
 
 struct Check;
 
@@ -155,7 +172,7 @@ bool same_values(Check* self, const Getter& getter) {
 }
 
 bool same_tensor(Check* self, const TensorFacts& known) {
-  if (THPVariable_Unpack(known.object).unsafeGetTensorImpl() != known.impl) return false;
+  if (impl_of(known.object) != known.impl) return false;
   const c10::TensorImpl* impl = known.impl;
   if (impl->dtype().toScalarType() != known.dtype || !impl->has_storage()) return false;
   if (impl->key_set() != known.keys) return false;
@@ -324,9 +341,8 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
   }
   for (Py_ssize_t n = 0; n < PyList_GET_SIZE(tensors); ++n) {
     PyObject* object = hold(self, PyList_GET_ITEM(tensors, n));
-    if (!THPVariable_Check(object)) return fail(PyExc_TypeError, "no tensor");
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (!is_tensor(object)) return fail(PyExc_TypeError, "no tensor");
+    c10::TensorImpl* impl = impl_of(object);
     if (!impl->has_storage() || impl->is_python_dispatch())
       return fail(PyExc_TypeError, "no plain tensor");
     const auto sizes = impl->sizes();
@@ -418,7 +434,7 @@ std::shared_ptr<c10::SafePyObject> first_mode() {
 
 bool same_argument(const Arguments* self, const ArgumentFacts& known, PyObject* object) {
   if (Py_TYPE(object) != known.type) return false;
-  const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+  const c10::TensorImpl* impl = impl_of(object);
   if (impl->key_set() != known.keys || impl->dtype().toScalarType() != known.dtype) return false;
   if (impl->device() != known.device || impl->requires_grad() != known.requires_grad) return false;
   const auto sizes = impl->sizes();
@@ -435,7 +451,7 @@ struct Range {
 };
 
 Range memory_of(PyObject* object) {
-  const auto& storage = THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage();
+  const auto& storage = impl_of(object)->unsafe_storage();
   const auto begin = reinterpret_cast<uintptr_t>(storage.data());
   return {begin, begin + storage.nbytes()};
 }
@@ -528,7 +544,7 @@ PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
   for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(tensors); ++n) {
     PyObject* object = PyTuple_GET_ITEM(tensors, n);
     const c10::TensorImpl* impl =
-        THPVariable_Check(object) ? THPVariable_Unpack(object).unsafeGetTensorImpl() : nullptr;
+        is_tensor(object) ? impl_of(object) : nullptr;
     if (impl == nullptr || !impl->has_storage() || impl->is_python_dispatch() ||
         impl->layout() != c10::kStrided || impl->has_symbolic_sizes_strides()) {
       PyErr_SetString(PyExc_TypeError, "no plain tensor");
@@ -591,6 +607,12 @@ PyType_Spec spec = {
 }  // namespace
 
 // The classes, as new references; NULL with an exception set where one cannot be made.
+// Whether a tensor's parts are where `impl_of` looks for them: at the address that it tells itself.
+extern "C" __attribute__((visibility("default"))) int graphwright_knows_tensor(PyObject* tensor,
+                                                                              size_t address) {
+  return is_tensor(tensor) && reinterpret_cast<size_t>(impl_of(tensor)) == address;
+}
+
 extern "C" __attribute__((visibility("default"))) PyObject* graphwright_check_type() {
 #if PY_VERSION_HEX >= 0x030C0000
   if (watcher < 0 && (watcher = PyDict_AddWatcher(on_write)) < 0) return nullptr;

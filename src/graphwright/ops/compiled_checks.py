@@ -1,14 +1,16 @@
-"""Building the check of modules in C++: once for a machine, in the background.
+"""Building the checks of modules in C++: once for a machine.
 
-Until it is there, and where there is no compiler, `ModuleWatch` checks in Python.
+`tune` builds them before it times anything. Where a model is only graphed or fused, a process of
+its own builds them, once there were many looks; it goes on when this process ends, for the next
+one. Until they are there, and where there is no compiler, `ModuleWatch` checks in Python.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
+import subprocess
 import sys
 import threading
 from collections import OrderedDict
@@ -21,62 +23,122 @@ import torch
 from ..calls import watch
 from ..calls.dictionaries import ORDER
 from ..calls.threads import own_thread
+from ..errors import GraphwrightError, first_line, in_a_row
 from .custom.building import Flags, existing, library
 from .custom.sources import Unit
 
 _SOURCE = Path(watch.__file__).parent / "checks.cpp"
+_NAME = "the checks in C++"
 _LOCK = threading.Lock()
-
-
 _FLAGS = Flags(cpp=("-O2",))
+# What builds them in a process of its own, of lower priority than what it goes on beside.
+_NICE, _BUILD = 10, f"from {__name__} import provide; provide()"
 
 
 @functools.cache
 def offer() -> None:
-    """Load it if it was built before; else build it in the background, once there are many looks.
-
-    A process that ends soon is not worth a compiler's time.
-    """
+    """Load them if they were built before; else build them beside this process, at many looks."""
     own_thread(_offer, "checks in C++")
 
 
 def _offer() -> None:
     provide(build=False)
     if not watch.COMPILED:
-        watch.WANTED[:] = [lambda: own_thread(provide, "checks in C++")]
+        watch.WANTED[:] = [lambda: own_thread(_build_beside, "checks in C++")]
 
 
-def provide(*, build: bool = True) -> None:
-    """Let watches use it, if it can be loaded and sees what it has to see.
-
-    Args:
-        build: whether it is built where it was not before, which takes half a minute.
-    """
-    if watch.COMPILED or os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
+def _build_beside() -> None:
+    """Have them built by a process that this one's end does not stop, and load them."""
+    if why_never() is not None:
         return
+    command = [sys.executable, "-c", f"import os; os.nice({_NICE}); {_BUILD}"]
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+        # It inherits nothing that others wait for the end of.
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    process.wait()
+    provide(build=False)
+
+
+def begin() -> Callable[[], str | None]:
+    """Begin to provide them, beside other work; the function waits until that is done.
+
+    It returns as `provide` does.
+    """
+    found: list[str | None] = []
+    thread = own_thread(lambda: found.append(provide()), "checks in C++")
+
+    def wait() -> str | None:
+        thread.join()
+        return found[0]
+
+    return wait
+
+
+def why_never() -> str | None:
+    """Why they are not used in this interpreter at all; None if they may be."""
+    if os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
+        return "turned off by GRAPHWRIGHT_COMPILED_CHECKS=0"
     # It is one thread's at a time, which the interpreter's lock sees to.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
-        return
+        return "this Python has no global lock"
     # Attributes of instances fire no events in 3.13.0 (CPython issue 125608).
     if sys.implementation.name != "cpython" or sys.version_info[:3] == (3, 13, 0):
-        return
-    # It is for speed alone, and the checks in Python are there.
-    with contextlib.suppress(Exception), _LOCK:
-        text = _SOURCE.read_text(encoding="utf-8")
-        unit = Unit("C++", text, (_SOURCE.name,), (), ())
-        path = existing(unit, "checks", _FLAGS)
-        if path is None and build:
-            path = library(unit, "checks", _FLAGS, quiet=True)
-        if path is None:
-            return
-        loaded = ctypes.PyDLL(str(path))
-        for made in (loaded.graphwright_check_type, loaded.graphwright_arguments_type):
-            made.restype = ctypes.py_object
-        check, arguments = loaded.graphwright_check_type(), loaded.graphwright_arguments_type()
-        if _sees(check):
-            watch.COMPILED[:] = [check]
-        if _tells(arguments):
-            watch.COMPILED_ARGUMENTS[:] = [arguments]
+        return "this Python does not tell of changes"
+    return None
+
+
+def provide(*, build: bool = True, quiet: bool = True) -> str | None:
+    """Let watches use them, if they can be loaded and see what they have to see.
+
+    Args:
+        build: whether they are built where they were not before, which takes some seconds.
+        quiet: whether no progress is shown.
+
+    Returns:
+        Why they are not used; None if they are.
+    """
+    if watch.COMPILED:
+        return None
+    why = why_never()
+    if why is not None:
+        return why
+    try:
+        with _LOCK:
+            text = _SOURCE.read_text(encoding="utf-8")
+            unit = Unit("C++", text, (_SOURCE.name,), (), ())
+            path = existing(unit, _NAME, _FLAGS)
+            if path is None and build:
+                path = library(unit, _NAME, _FLAGS, quiet=quiet, alone=True)
+            if path is None:
+                return "not built yet"
+            return _load(path)
+    except GraphwrightError as error:
+        return in_a_row(error)
+    except Exception as error:  # They are for speed alone, and the checks in Python are there.
+        return first_line(error, 200)
+
+
+def _load(path: Path) -> str | None:
+    loaded = ctypes.PyDLL(str(path))
+    for made in (loaded.graphwright_check_type, loaded.graphwright_arguments_type):
+        made.restype = ctypes.py_object
+    known = torch.zeros(1)
+    address = ctypes.c_size_t(known._cdata)
+    if not loaded.graphwright_knows_tensor(ctypes.py_object(known), address):
+        return "tensors of this PyTorch look otherwise than they expect"
+    check, arguments = loaded.graphwright_check_type(), loaded.graphwright_arguments_type()
+    if _tells(arguments):
+        watch.COMPILED_ARGUMENTS[:] = [arguments]
+    if not _sees(check):
+        return "they do not see each change in this Python"
+    watch.COMPILED[:] = [check]
+    return None
 
 
 def _sees(check: Callable[..., Callable[[], bool]]) -> bool:

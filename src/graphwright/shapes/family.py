@@ -22,6 +22,7 @@ from ..graphs.memory import MemoryPool
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
 from ..graphs.turns import Busy, turns_of
+from ..report.progress import SHORT_S, shown
 from .aliasing import pattern_of
 from .dimensions import shape_at
 from .dynamic_signature import DynamicSignature
@@ -310,13 +311,15 @@ class ShapeFamily:
     def _verdicts_on(self, bucket: Sizes) -> Verdicts | str:
         known = self._verdicts.get(bucket)
         if known is None:
-            self._observe_sample()
-            try:
-                known = self._try_bucket(bucket)
-            except Busy:
-                raise
-            except CaptureError as error:
-                known = f"the call fails in that bucket: {error.what}"
+            title = f"proving that padding to {'×'.join(map(str, bucket))} is safe"
+            with shown(None, title, after_s=SHORT_S):
+                self._observe_sample()
+                try:
+                    known = self._try_bucket(bucket)
+                except Busy:
+                    raise
+                except CaptureError as error:
+                    known = f"the call fails in that bucket: {error.what}"
             self._verdicts[bucket] = known
         return known
 

@@ -52,10 +52,9 @@ if TYPE_CHECKING:
     from .bucketed_request import BucketedRequest
 
 OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
-# Seconds of a search that nobody has given a budget, for each sample: with what it takes to load
-# the model and to end the last round, about a minute. On a CPU one call, and so one round, takes
-# longer.
-BUDGET_S = {"cuda": 50.0, "cpu": 45.0}
+# Seconds of a search that nobody has given a budget, for each sample: the tutorial and the
+# command's help name them.
+BUDGET_S = 60.0
 # Tried by default only for the objective cold_start: it pays off where it is loaded from a file.
 _FOR_COLD_START = ("aot_inductor",)
 # Tensors in the name of a sample that holds objects: a cache may hold hundreds.
@@ -235,7 +234,7 @@ class Request:
             tuple(allow),
             _budget(
                 budget_s,
-                BUDGET_S[device.type] * len(calls),
+                BUDGET_S * len(calls),
                 everything=exhaustive or strategies is not None or objective == "cold_start",
             ),
             budget_s is not None,

@@ -1,8 +1,9 @@
 """Which candidate is tried next, and which need not be tried since they cannot win.
 
-The order is by what a candidate should gain per second of trying it: by what its parts usually
-gain, corrected by what was found here of the same compiler. What cannot win is held back, and is
-tried after all if what it was compared with fails; so is what there is no time for.
+What is set up in a second or two comes first. The order of the others is by what a candidate should
+gain per second of trying it: by what its parts usually gain, corrected by what was found here of
+the same compiler. What cannot win is held back, and is tried after all if what it was compared with
+fails; so is what there is no time for.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _HOPE = 1.3
 _BESIDE_S = 2.0
 # A quick set-up takes about this share of the usual time.
 _QUICK_SHARE = 0.5
+# A set-up that usually takes so many seconds is always tried.
+_CHEAP_S = 2.0
 # Seconds of a set-up that finds its kernels compiled, at most.
 _WARM_S = 1.0
 # Kernels in less memory, or warmer caches, may be faster than in eager by so much.
@@ -78,7 +81,7 @@ class Search:
         if first or any(self.report.row(name) is None for name in self._handed_out):
             able = first
         if not self.in_order:
-            able.sort(key=self._promise, reverse=True)
+            able.sort(key=lambda each: (self.is_cheap(each), self._promise(each)), reverse=True)
             able = self._slow_first(able, count) if self.spare else able
         builds: dict[str, list[Candidate]] = {}
         for each in able:
@@ -102,6 +105,18 @@ class Search:
         """Seconds that its set-up usually takes; few if its kernels have been compiled here."""
         seconds = usual(candidate, self.device, self.report.host_s)[1]
         return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
+
+    def is_cheap(self, candidate: Candidate) -> bool:
+        """Whether its set-up usually takes so little that it is tried in any case."""
+        return self.set_up_s(candidate) <= _CHEAP_S
+
+    def one_after_the_other_s(self) -> float:
+        """Seconds that all that is cheap usually takes, and the quickest of each other compiler."""
+        quickest: dict[str, float] = {}
+        for each in self.waiting:
+            key = each.name if self.is_cheap(each) else _family(each)
+            quickest[key] = min(quickest.get(key, math.inf), self.set_up_s(each) + _BESIDE_S)
+        return sum(quickest.values())
 
     def longest_set_up_s(self) -> float:
         """Seconds that PyTorch's own compiler needs at most; others may not be installed."""

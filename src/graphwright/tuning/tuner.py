@@ -72,7 +72,7 @@ _FINALISTS_SHARE = 0.2
 _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # A default budget grows with what compilers need, up to so many seconds a sample. They begin after
 # so many seconds, and take so many times as long beside others.
-MOST_BUDGET_S = 105.0
+MOST_BUDGET_S = 90.0
 _BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.6
 # Calls with objects of what was chosen, and of the model itself, before either is taken.
 _ROUNDS_WITH_OBJECTS = 21
@@ -299,8 +299,6 @@ class Tuning:
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt, complete the report with what is known and raise it again."""
         listener = progress or Silent()
-        # What checks cost is timed as it will be; a compiler would disturb what is timed.
-        compiled_checks.provide(build=False)
         frozen = OLD_OBJECTS_FROZEN.thrown()
         reached = Dependencies(self.asked.module, training=True, whole=True)
         same = _same_random_state(self.asked.device)
@@ -329,9 +327,14 @@ class Tuning:
             tuned = self._tuned_from_cache(recalled)
             if tuned is not None:
                 return tuned
+        # What checks cost is timed as it will be; a compiler would disturb what is timed.
+        have_checks = compiled_checks.begin()
+        if self._profiled is not None:
+            self._wait_for_checks(have_checks, progress)
         known = self._profile(progress)
         with self._screening as screening:
             self._refer(progress)
+            self._wait_for_checks(have_checks, progress)
             for row in screening.rows(self.evaluator, progress):
                 self.report.rows.append(row)
                 self._extend_curve(row)
@@ -339,6 +342,7 @@ class Tuning:
                 if row.strategy == EAGER and not self.asked.named:
                     self.report.host_s = self._host_seconds()
                     self._give_compilers_time()
+                    self._tell_the_least()
                 self._drop_the_beaten()
                 self._end_in_time_for_the_best()
         if self.asked.objective == "cold_start":
@@ -359,6 +363,15 @@ class Tuning:
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
+
+    def _wait_for_checks(self, wait: Callable[[], str | None], progress: Progress) -> None:
+        """Wait until the checks in C++ are built; a note says why they are not."""
+        progress.doing("building the checks in C++, once for this machine")
+        why = wait()
+        note = f"Each call's checks run in Python, which takes longer than in C++: {why}"
+        turned_off = why == compiled_checks.why_never()
+        if why is not None and not turned_off and note not in self.report.notes:
+            self.report.notes.append(note)
 
     def _profile(self, progress: Progress) -> Profile | None:
         """A profile of the first call, if one is wanted and can be made."""
@@ -421,19 +434,31 @@ class Tuning:
         terms.deadline = ends
 
     def _give_compilers_time(self) -> None:
-        """Raise a default budget where compilers need long, since the model has many operations.
+        """Raise a default budget where compilers need it: the model has many operations.
 
-        On a CPU, where nothing goes on beside a set-up, the time is for what takes less of it.
+        On a CPU nothing goes on beside a set-up: there it is for one set-up of each compiler.
         """
-        asked, terms = self.asked, self._screening.terms
-        if asked.budgeted or self._budget_s is None or asked.device.type != "cuda":
+        asked, terms, search = self.asked, self._screening.terms, self._search
+        if asked.budgeted or self._budget_s is None:
             return
-        spent_s = time.monotonic() - self._started
-        set_up_s = self._search.longest_set_up_s() * len(asked.calls)
-        search_s = spent_s + _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
+        search_s = time.monotonic() - self._started
+        if asked.device.type == "cuda":
+            set_up_s = search.longest_set_up_s() * len(asked.calls)
+            search_s += _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
+        else:
+            search_s += search.one_after_the_other_s() * len(asked.calls)
         needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
         self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
         terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
+
+    def _tell_the_least(self) -> None:
+        """Note that the budget is less than what comes before the search."""
+        took_s = time.monotonic() - self._started
+        if self._budget_s is not None and took_s > self._budget_s:
+            self.report.notes.append(
+                f"The budget of {self._budget_s:g} s is less than tune needs for this model: "
+                f"the reference and eager alone took {took_s:.0f} s."
+            )
 
     def _refer(self, progress: Progress) -> None:
         """Make the references that candidates are compared with, once."""

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +66,13 @@ def folder() -> Path:
 
 
 def library(
-    unit: Unit, name: str, flags: Flags, *, verbose: bool = False, quiet: bool = False
+    unit: Unit,
+    name: str,
+    flags: Flags,
+    *,
+    verbose: bool = False,
+    quiet: bool = False,
+    alone: bool = False,
 ) -> Path:
     """The shared library of a unit, built if it was not before.
 
@@ -76,6 +82,7 @@ def library(
         flags: of the compilers.
         verbose: whether the compiler's commands are shown.
         quiet: whether progress is not shown.
+        alone: whether the C++ compiler does it alone, without ninja and setuptools.
 
     Raises:
         ExtensionError: there is no compiler, or the source does not compile.
@@ -95,7 +102,8 @@ def library(
                 for left in place.parent.glob(f"{key}.*.new"):  # of builds that were killed
                     shutil.rmtree(left, ignore_errors=True)
                 with shown(False if quiet else None, f"building {name}", after_s=SHORT_S):
-                    _build(unit, name, flags, place, verbose=verbose)
+                    compiles = _compile_alone if alone else _compile
+                    _build(unit, name, flags, place, compiles, verbose=verbose)
     except OSError as error:
         raise ExtensionError(
             f"The library of {name} cannot be kept in {folder()}: {error.strerror or error}.",
@@ -137,14 +145,22 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -> None:
+def _build(
+    unit: Unit,
+    name: str,
+    flags: Flags,
+    place: Path,
+    compiles: Callable[..., None],
+    *,
+    verbose: bool,
+) -> None:
     """Build into a folder beside it, and rename that."""
     new = Path(tempfile.mkdtemp(prefix=f"{place.name}.", suffix=".new", dir=place.parent))
     try:
         ending = ".cpp" if unit.language == "C++" else ".cu"
         source = new / f"source{ending}"
         source.write_text(unit.text, encoding="utf-8")
-        _compile(unit, name, flags, source, verbose=verbose)
+        compiles(unit, name, flags, source, verbose=verbose)
         (made,) = new.glob(f"{_module(place.name)}*.so")
         # Under a name of its own: a path that is loaded already is not looked at again.
         built = made.rename(new / f"{_digest(made)[:16]}.so")
@@ -163,6 +179,8 @@ def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -
 
 def _headers(source: Path) -> list[Path]:
     """What the compiler has read, but for system headers: those of the user's own."""
+    if not (source.parent / "build.ninja").exists():
+        return []
     with ninja_on_path():
         said = subprocess.run(
             ["ninja", "-t", "deps"], cwd=source.parent, capture_output=True, text=True, check=True
@@ -212,11 +230,28 @@ def _compile(unit: Unit, name: str, flags: Flags, source: Path, *, verbose: bool
             raise diagnosed(error, unit, name) from error
 
 
-def _require_compiler(unit: Unit, name: str) -> None:
-    """Raise if something that builds is not there.
+def _compile_alone(unit: Unit, name: str, flags: Flags, source: Path, *, verbose: bool) -> None:
+    """Compile C++ that includes no header of the user's, by one command."""
+    _require_cpp_compiler(name)
+    here = Path(torch.__file__).parent
+    command = [
+        *(cpp_compiler(), "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", *flags.cpp),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *("-isystem", str(here / "include"), "-isystem", sysconfig.get_path("include")),
+        str(source),
+        *(f"-L{here / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *flags.link),
+        *("-o", str(source.with_name(f"{_module(source.parent.name)}.so"))),
+    ]
+    done = subprocess.run(command, capture_output=not verbose, text=True, check=False)
+    if done.returncode:
+        raise diagnosed(RuntimeError(done.stderr or "it failed"), unit, name)
+
+
+def _require_cpp_compiler(name: str) -> None:
+    """Raise if there is none.
 
     Raises:
-        ExtensionError: a compiler, ninja or setuptools is missing.
+        ExtensionError: the compiler is missing, or cannot be called.
     """
     if len(shlex.split(cpp_compiler())) > 1:
         raise ExtensionError(
@@ -228,6 +263,15 @@ def _require_compiler(unit: Unit, name: str) -> None:
             f"There is no C++ compiler to build {name} with: {cpp_compiler()} is not found.",
             remedy="Install g++ (on Debian and Ubuntu: apt install g++), or name one in CXX.",
         )
+
+
+def _require_compiler(unit: Unit, name: str) -> None:
+    """Raise if something that builds is not there.
+
+    Raises:
+        ExtensionError: a compiler, ninja or setuptools is missing.
+    """
+    _require_cpp_compiler(name)
     if unit.language == "CUDA" and cuda_compiler() is None:
         raise ExtensionError(
             f"There is no CUDA compiler to build {name} with: nvcc is not found.",
