@@ -121,7 +121,7 @@ def _gains(name: str, remedies: Sequence[Remedy]) -> Html:
                 [Group("", lines)], "times as fast", "{:.3g}×".format,
                 reference=(1.0, "now"))  # fmt: skip
     colors = [(CHOSEN, "by itself"), ("s1", "beside a graph")]
-    return figure("What remedies can give", plot, "Each bar is a range; the dashed line is now.",
+    return figure("What remedies can give", plot, "Each bar is a range; the upright line is now.",
                   legend(colors) if graphs else "")  # fmt: skip
 
 
