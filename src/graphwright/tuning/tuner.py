@@ -246,6 +246,7 @@ class Tuning:
         name: str | None = None,
         repeat: Callable[[str], str] | None = None,
         profile: bool = False,
+        began: float | None = None,
         **options: Any,
     ) -> None:
         """Check what is asked for; nothing runs yet.
@@ -258,9 +259,10 @@ class Tuning:
             repeat: makes the command that tries a strategy again, from its name; by default a call
                 of `tune`.
             profile: as for `tune`.
+            began: `time.monotonic()` from which the budget counts; None for now.
             options: as for `tune`.
         """
-        self._started = time.monotonic()
+        self._started = time.monotonic() if began is None else began
         self._profiled = model if profile else None
         asked = self.asked = Request.of(model, args, kwargs, **options)
         self.report = Report(
