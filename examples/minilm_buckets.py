@@ -121,7 +121,7 @@ def main(count: int | None = None, smallest: tuple[int, int] | None = None) -> C
     told = graphed.statistics
     show(
         f"{len(now)} requests, {told.waste:.1%} padding",
-        ["bucket", "requests", "filled up", "padding"],
+        ["bucket", "requests", "padded", "padding"],
         [
             ("×".join(map(str, b)), str(of.exact + of.padded), str(of.padded), f"{of.waste:.1%}")
             for b, of in told.buckets.items()

@@ -1,6 +1,6 @@
 """A small convolutional network tuned over buckets, to answer batches of every size.
 
-Three sizes are measured, each by its share of all calls; batches between them are filled up to the
+Three sizes are measured, each by its share of all calls; batches between them are padded to the
 next one, once it is proved that this changes nothing.
 
     python examples/tune_shapes.py

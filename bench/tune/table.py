@@ -9,6 +9,8 @@ import statistics
 from graphwright.errors import GraphwrightError
 from graphwright.report.markdown import to_markdown as report_to_markdown
 from graphwright.report.report import Report
+from graphwright.report.result import Status
+from graphwright.tuning.selection import reason_for
 
 from ..common.rendering import (
     Result,
@@ -193,11 +195,15 @@ def reports(result: Result) -> dict[str, Result]:
 
 
 def read(report: Result) -> Report | None:
-    """A report, or None where this version of graphwright reads no such schema."""
+    """A report, its reason in this version's words; None where it reads no such schema."""
     try:
-        return Report.from_json(json.dumps(report))
+        found = Report.from_json(json.dumps(report))
     except GraphwrightError:
         return None
+    if found.chosen_row is not None:
+        finalists = [row for row in found.rows if row.final and row.status is Status.OK]
+        found.reason = reason_for(found, found.chosen_row, finalists)
+    return found
 
 
 def _folded(name: str, data: Result) -> str:

@@ -798,7 +798,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "could not be loaded",
     ),
     "evidence of nothing": (in_place_of("evidence.json", b"[]"), "evidence makes no sense"),
-    "a report of nothing": (in_place_of("report.json", b"{}"), "no report of graphwright tune"),
+    "a report of nothing": (in_place_of("report.json", b"{}"), "not a report of graphwright tune"),
     "no operation": (graph_naming("os.system"), "may not check what they are given: os.system"),
     "an operation that reads files": (graph_naming("aten.from_file.default"), "aten.from_file"),
     "an operation of TorchScript's": (graph_naming("aten.save.default"), "aten.save.default"),

@@ -111,7 +111,7 @@ def test_the_nearest_bucket_is_named(parts: Path) -> None:
     text = tuned.explain()
     assert "1 call refused: no bucket" in text
     assert "loaded without the model: whatever else is called is refused" in text
-    assert "last call that did not fit: args[0] is (33, 16)" in text
+    assert "last call that did not match: args[0] is (33, 16)" in text
     assert "itself" not in text
 
 

@@ -327,7 +327,7 @@ SCALAR = st.one_of(
 @example(math.nan, -math.nan)
 @example(0.0, -0.0)
 @given(SCALAR, SCALAR)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_keys_of_plain_values_are_equal_as_their_descriptions_are(a: Any, b: Any) -> None:
     model = nn.Identity()
     keys = [key_of(model, [], "cpu", {}, {"value": [value]}) for value in (a, b)]

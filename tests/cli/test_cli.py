@@ -374,7 +374,7 @@ def test_report_refuses_what_is_no_report(tmp_path: Path) -> None:
     path.write_text("{}")
     result = invoke("report", path)
     assert result.exit_code == 2
-    assert "no report" in result.stderr
+    assert "not a report" in result.stderr
     markdown = tmp_path / "report.md"
     markdown.write_text("# A report")
     result = invoke("report", markdown)

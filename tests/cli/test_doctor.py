@@ -15,9 +15,11 @@ import torch
 from click.testing import CliRunner
 
 import graphwright as gw
+from graphwright.calls import watch
 from graphwright.cli import doctor
 from graphwright.cli.doctor import Item, State, examined, summary
 from graphwright.cli.main import main
+from graphwright.ops import compiled_checks
 from graphwright.report.installation import install_command, install_extra
 
 
@@ -125,12 +127,10 @@ def test_from_its_source_alone_it_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert install_extra("serve") == f'/opt/python -m pip install -e "{checkout}[serve]"'
 
 
-def test_the_command_installs_for_this_python_without_an_index(tmp_path: Path) -> None:
+def test_the_command_installs_for_this_python_without_an_index() -> None:
     """Whether graphwright came from a checkout or from an index: pip need not look for it."""
     command = install_extra("report").replace("pip install", "pip install --no-deps --no-index")
-    done = subprocess.run(
-        ["sh", "-c", command], check=True, capture_output=True, text=True, cwd=tmp_path
-    )
+    done = subprocess.run(["sh", "-c", command], check=True, capture_output=True, text=True)
     assert "Requirement already satisfied: graphwright[report]" in done.stdout
 
 
@@ -196,3 +196,32 @@ def test_a_gpu_that_fails_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     [found] = [each for each in examined() if each.name.startswith("GPU")]
     assert found.state is State.BROKEN
     assert found.found == "CUDA error: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "state", "found"),
+    [(None, State.OK, "built"), ("no-such-compiler", State.MISSING, "no C++ compiler")],
+)
+def test_build_builds_the_checks_or_says_why_not(
+    compiler: str | None,
+    state: State,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(watch, "COMPILED", [])
+    monkeypatch.delenv("GRAPHWRIGHT_COMPILED_CHECKS")
+    monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path))
+    [before] = [each for each in examined() if each.name == "checks in C++"]
+    assert "doctor --build" in before.found
+    if compiler is None:  # That it compiles is tested where that is needed.
+        monkeypatch.setattr(compiled_checks, "library", lambda *args, **given: tmp_path)
+        monkeypatch.setattr(compiled_checks, "_load", lambda path: None)
+    else:
+        monkeypatch.setenv("CXX", compiler)
+    [after] = [each for each in examined(build=True) if each.name == "checks in C++"]
+    assert after.state is state
+    assert found in after.found
+    done = CliRunner().invoke(main, ["doctor", "--build"])
+    assert done.exit_code == 0
+    assert "checks in C++" in done.output

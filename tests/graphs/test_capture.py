@@ -118,7 +118,7 @@ def test_results_are_eager_s_in_all(device: torch.device, result: Any) -> None:
             assert a == b
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(0, 4), min_size=0, max_size=4),
     order=st.randoms(use_true_random=False),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import random
+import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,12 @@ from torch import nn
 import graphwright as gw
 from graphwright.profiler import roofs as roof_room
 from graphwright.profiler.roofs import roofs_of
+from graphwright.profiler.sentences import told
+from graphwright.profiler.timing import thread_times
+from graphwright.profiler.trace import Traced
+from graphwright.profiler.verdict import Cause, CpuFigures, of_cpu
 from graphwright.profiler.waits import WaitClock
+from graphwright.report.table import duration
 
 
 class Net(nn.Module):
@@ -145,6 +153,47 @@ def test_text_is_readable_in_80_columns(profiled: gw.Profile) -> None:
     for part in ("share of the time", "remedy", "by module", "by line", "roofs"):
         assert part in text
     assert len(repr(profiled)) < 100
+
+
+def test_a_call_has_one_time(profiled: gw.Profile) -> None:
+    """On a CPU that of the fastest call, to which all others in the text belong."""
+    head = str(profiled).partition("share of the time")[0]
+    assert len(re.findall(r"\d (?:s|ms|µs)\b", head)) == 1
+    assert f" {duration(profiled.figures.call_s)} a call" in head
+    assert f" {duration(profiled.figures.call_s)} a call" in profiled._repr_html_()
+    assert "fastest call<" not in profiled.to_html()
+
+
+def test_another_number_of_threads_is_told_as_a_factor() -> None:
+    threads = thread_times(1, [{1: 2e-3, 4: 1e-3}] * 9, cores=8)
+    figures = CpuFigures(2e-3, 2e-4, 1e-4, {Cause.MEMORY: 1.7e-3}, threads)
+    assert told(of_cpu(figures), figures, [], Traced()) == (
+        "The call is bound by too few threads. Operations compute and move data for 85% of it, "
+        "starting them takes 5%, Python between them 10%. With 4 threads in place of 1 it is 2.00 "
+        "times as fast."
+    )
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_the_profiler_s_library_prints_nothing_unless_asked_to(
+    chosen: str | None, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, torch\n"
+        "from graphwright.profiler.subject import Subject\n"
+        "from graphwright.profiler.trace import traced\n"
+        "before = dict(os.environ)\n"
+        "traced(Subject(torch.relu, (torch.ones(4),), {}, training=False))\n"
+        "assert dict(os.environ) == before\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "KINETO_LOG_LEVEL"}
+    environment |= {} if chosen is None else {"KINETO_LOG_LEVEL": chosen}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert bool(done.stderr) == (chosen is not None)
+    assert not done.stdout
 
 
 def test_json_holds_everything(profiled: gw.Profile, tmp_path: Path) -> None:

@@ -140,7 +140,30 @@ def test_what_does_not_apply_says_why() -> None:
     found = named(for_cpu(cpu(1000, dispatch_s=900, python_s=100), known(roofs=CPU)))
     assert not found["channels_last"].applies
     assert "no convolutions" in found["channels_last"].why
+    assert found["bf16"].why == "no products in float32"
     assert not found["threads"].applies
+
+
+def test_products_that_do_not_run_by_themselves_are_named() -> None:
+    fused = operation(name="aten::_transformer_encoder_layer_fwd", flops=10**6, pointwise=False)
+    found = named(for_cpu(cpu(1000, arithmetic=900), known(fused, roofs=CPU)))
+    assert found["bf16"].why == (
+        "products in float32 that do not run by themselves in bf16: "
+        "aten::_transformer_encoder_layer_fwd"
+    )
+    fused = operation(name="aten::_cudnn_rnn", flops=10**6, pointwise=False)
+    why = named(for_gpu(gpu(1000, 300, 900), known(fused)))["TF32"].why
+    assert why == "products in float32 that do not run by themselves in TF32: aten::_cudnn_rnn"
+
+
+def test_nothing_is_merged_with_products_inside_of_an_operator() -> None:
+    def saved(name: str) -> float:
+        product = operation(name=name, flops=10**6, pointwise=False)
+        seconds = dict(enumerate([100 * US, 40 * US]))
+        return removable_by_fusion(known(product, operation(), seconds=seconds))[0]
+
+    assert saved("aten::addmm") > 0
+    assert saved("aten::_transformer_encoder_layer_fwd") == 0
 
 
 def measured(seconds: float) -> Measurement:

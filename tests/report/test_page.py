@@ -30,7 +30,7 @@ from graphwright.report.result import Status
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-_VOID = {"br", "hr", "img", "input", "link", "meta"}
+_VOID = {"br", "hr", "img", "input", "link", "meta", "wbr"}
 
 
 class Reader(HTMLParser):
@@ -95,7 +95,7 @@ def test_a_page_holds_what_was_measured_and_what_was_refused() -> None:
     text = " ".join(read.text)
     assert not read.open
     assert "8.00× as fast as eager" in text
-    headings = ("Latency", "Latency against peak memory", "Latency against set-up", "The search")
+    headings = ("Speed", "Speed against peak memory", "Speed against set-up", "The search")
     for heading in (*headings, "Error against float64", "Refused, and remarks", "Environment"):
         assert heading in read.text
     assert read.count("svg") == 5
@@ -149,19 +149,63 @@ def test_samples_are_in_a_page_only_if_asked_for() -> None:
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput", "memory", "cold_start"])
-def test_every_objective_has_its_verdict(objective: str) -> None:
-    one = report()
-    one.objective = objective
-    for number, each in enumerate(one.rows):
-        each.cold_start_s, each.first_answers = 1.0 + number, [1.0 + number, 2.0 + number]
-    text = "".join(Reader(one.to_html()).text)
+def test_every_objective_has_its_verdict_and_its_figure_beside_eager_s(objective: str) -> None:
+    text = "".join(Reader(report(objective=objective).to_html()).text)
+    gain = "8.00× as fast as eager (8.00 to 8.00)"
+    equal = "two others are as fast within the noise, and it is the simplest."
     expected = {
-        "latency": "inductor+graph is 8.00× as fast as eager: 250 µs a call instead of 2.00 ms.",
-        "throughput": "inductor+graph is 8.00× as fast as eager: 125 µs a call instead of 1.00 ms.",
-        "memory": "inductor+graph needs 40.0 MiB at its peak, eager 1.0 MiB.",
-        "cold_start": "inductor+graph gives its first answer after 3.00 s, eager after 1.00 s.",
+        "latency": (f"inductor+graph was chosen, {gain}: {equal}", "latency250 µseager 2.00 ms"),
+        "throughput": (f"inductor+graph was chosen, {gain}: {equal}", "calls/s8,000eager 1,000"),
+        "memory": (
+            "inductor+graph was chosen: it needs 40.0 MiB at its peak, eager 1.0 MiB; it is "
+            f"{gain}.",
+            "peak memory40.0 MiBeager 1.0 MiB",
+        ),
+        "cold_start": (
+            "inductor was chosen: its first answer comes 2.00 s after a process starts, eager's "
+            "1.00 s; once it runs, it is 2.00× as fast as eager (2.00 to 2.00).",
+            "first answer2.00 seager 1.00 s",
+        ),
     }
-    assert expected[objective] in text
+    for piece in expected[objective]:
+        assert piece in text
+
+
+def test_a_page_has_one_figure_of_each_thing() -> None:
+    """One latency and one error of eager, and one factor of each row, wherever they stand."""
+    one = report()
+    read = Reader(one.to_html())
+    text = " ".join(read.text)
+    assert "1.1e-07" in text
+    assert "9.0e-08" not in text
+    assert "9.00 ms" not in text  # Eager's, beside one of the candidates.
+    assert {each for each in read.text if re.match(r"eager [\d.]+ (ms|µs)$", each)} == {
+        "eager 2.00 ms"
+    }
+    hints = [each for each in read.text if re.match(r"[\w:+-]+: [\d.]+×, ", each)]
+    factors: dict[str, set[str]] = {}
+    for each in hints:
+        name, _, rest = each.partition(": ")
+        factors.setdefault(name, set()).add(rest.partition("×")[0])
+    rows = [row for row in one.rows if row.measurement is not None]
+    gains = [one.speedup(row) for row in rows]
+    assert factors == {
+        row.strategy: {f"{gain[0]:.2f}"} for row, gain in zip(rows, gains, strict=True) if gain
+    }
+    assert len(hints) == 3 * len(rows)  # In the bars and in two plots of points.
+
+
+def test_the_choice_is_first_in_bars_and_table() -> None:
+    read = Reader(report().to_html())
+    order = [
+        *("inductor+graph", "channels_last+inductor+graph", "inductor:freeze+graph"),
+        *("channels_last+inductor:max-autotune+graph", "torchscript", "inductor", "eager"),
+    ]
+    hints = [each for each in read.text if re.search("^.*: .*× to .*×$", each)]
+    assert [each.rpartition(": ")[0] for each in hints] == order
+    assert re.findall(r"<tr[^>]*><td[^>]*>(.*?)</td>", report().to_html())[: len(order)] == [
+        re.sub(r"([+:_])", r"\1<wbr>", name) for name in order
+    ]
 
 
 def test_reports_without_figures_have_pages() -> None:
@@ -169,11 +213,13 @@ def test_reports_without_figures_have_pages() -> None:
     assert "Interrupted before anything could be chosen." in empty.to_html()
     alone = report()
     alone.rows, alone.chosen, alone.curve = alone.rows[:1], "eager", []
-    assert "Stay with <strong>eager</strong>" in alone.to_html()
+    alone.reason = "eager was chosen: nothing else could be measured here."
+    assert f"<strong>eager</strong>{alone.reason.removeprefix('eager')}" in alone.to_html()
     same = report()
     same.chosen = "eager+graph"
     same.rows.append(replace(same.rows[0], strategy="eager+graph"))
-    assert "as fast as eager within the noise: 2.00 ms a call, eager 2.00 ms." in same.to_html()
+    same.reason = ""
+    assert "<strong>eager+graph</strong> was chosen." in same.to_html()
     unsteady = report()
     for each in unsteady.rows:
         each.unsteady = "its rounds disagree by a factor of 4"
@@ -300,7 +346,7 @@ def test_the_suffix_says_what_is_saved(suffix: str, start: str, tmp_path: Path) 
 def test_other_suffixes_and_places_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GraphwrightError, match=r"End it with \.html, \.json, \.md or \.svg\."):
         report().save(tmp_path / "tune.pdf")
-    with pytest.raises(GraphwrightError, match="suffix names no form"):
+    with pytest.raises(GraphwrightError, match="suffix is not one of those known"):
         report().save(tmp_path / "tune")
     with pytest.raises(GraphwrightError, match="cannot be written: No such file"):
         report().save(tmp_path / "no folder" / "tune.html")
@@ -452,5 +498,7 @@ def test_check_returns_a_list_that_shows_itself(tmp_path: Path) -> None:
 
 def test_statuses_of_rows_keep_their_tone() -> None:
     one = report()
-    one.rows[4].status = Status.CRASHED
+    off = one.row("off")
+    assert off is not None
+    off.status = Status.CRASHED
     assert '<span class="bad">crashed</span>' in one.to_html()

@@ -163,6 +163,106 @@ def test_text_in_plots_is_legible_on_a_phone_and_inside_of_them(
     assert [each for each in found if each["size"] < 8.5 or not each["inside"]] == []
 
 
+@pytest.mark.parametrize("kind", ["tune", "hostile"])
+def test_on_a_phone_the_latency_and_the_gain_are_seen_without_scrolling(
+    kind: str, browser: playwright.Browser, files: Callable[[str], Path]
+) -> None:
+    script = """() => {
+      const table = document.querySelector("table");
+      const box = table.parentElement.getBoundingClientRect();
+      return Array.from(table.rows, (row) => Array.from(row.cells).slice(0, 3).map((cell) => {
+        const own = cell.getBoundingClientRect();
+        return { text: cell.textContent, seen: own.width > 20 && own.left >= box.left - 1
+          && own.right <= Math.min(box.right, innerWidth) + 1 };
+      }));
+    }"""
+    with opened(browser, files(kind), PHONE) as page:
+        rows = page.evaluate(script)
+        assert [cell["text"] for cell in rows[0]] == ["strategy", "latency", "vs eager"]
+        assert [cell for row in rows for cell in row if not cell["seen"]] == []
+        # Names stay where they are while the other figures are scrolled to.
+        name = page.locator("table >> nth=0 >> css=td").first
+        before = name.bounding_box()
+        page.evaluate("document.querySelector('.scroll').scrollLeft = 200")
+        assert name.bounding_box() == before
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize("kind", ["tune", "shapes", "training"])
+def test_no_line_crosses_a_label(
+    kind: str,
+    size: tuple[int, int],
+    browser: playwright.Browser,
+    files: Callable[[str], Path],
+) -> None:
+    script = """() => {
+      document.querySelectorAll("details").forEach((each) => each.open = true);
+      const found = { lines: 0, labels: 0, crossed: [] };
+      for (const plot of document.querySelectorAll("svg")) {
+        const labels = Array.from(plot.querySelectorAll("text"), (text) =>
+          ({ text: text.textContent, box: text.getBoundingClientRect() }));
+        found.labels += labels.length;
+        for (const path of plot.querySelectorAll("path")) {
+          const style = getComputedStyle(path);
+          if (style.stroke === "none" || style.fill !== "none" || path.closest("defs")) continue;
+          found.lines += 1;
+          const place = path.getScreenCTM();
+          // Lines of several pieces: what lies between these is not drawn.
+          for (const piece of path.getAttribute("d").split(/(?=M)/)) {
+            const one = document.createElementNS("http://www.w3.org/2000/svg", "path");
+            one.setAttribute("d", piece);
+            const length = one.getTotalLength();
+            for (let at = 0; at <= length; at += 1.5) {
+              const { x, y } = one.getPointAtLength(at).matrixTransform(place);
+              for (const { text, box } of labels) {
+                if (x > box.left + 1 && x < box.right - 1 && y > box.top + 3 && y < box.bottom - 3)
+                  found.crossed.push(`${plot.getAttribute("aria-label")}: ${text}`);
+              }
+            }
+          }
+        }
+      }
+      return { ...found, crossed: [...new Set(found.crossed)] };
+    }"""
+    with opened(browser, files(kind), size) as page:
+        found = page.evaluate(script)
+    assert found["lines"] > 10
+    assert found["labels"] > 10
+    assert found["crossed"] == []
+
+
+def test_points_stand_where_the_bars_end(
+    browser: playwright.Browser, files: Callable[[str], Path]
+) -> None:
+    """A row that was screened beside a slower eager, too: by its factor it beats eager."""
+    script = """() => Array.from(document.querySelectorAll("figure"), (figure) =>
+      Array.from(figure.querySelectorAll("title"))
+        .filter((title) => title.textContent.includes("×"))
+        .map((title) => {
+          const box = title.parentElement.getBoundingClientRect();
+          return [title.textContent.split(": ")[0], box.right];
+        }))"""
+    with opened(browser, files("tune")) as page:
+        bars, memory, setup, *_ = page.evaluate(script)
+    order = [name for name, _ in sorted(bars, key=lambda pair: pair[1])]
+    assert order[0] == "eager"
+    assert order.index("torchscript") > order.index("inductor")
+    for points in (memory, setup):
+        ends = dict(points)
+        assert len(ends) == len(order)
+        assert [ends[name] for name in order] == sorted(ends.values())
+
+
+def test_the_choice_and_eager_are_named_in_plots_of_points(
+    browser: playwright.Browser, files: Callable[[str], Path]
+) -> None:
+    with opened(browser, files("tune")) as page:
+        for heading in ("Speed against peak memory", "Speed against set-up"):
+            plot = page.locator("figure", has_text=heading)
+            named = plot.locator("text").all_text_contents()
+            assert {"inductor+graph", "eager"} <= set(named)
+
+
 def test_a_click_sorts_by_figures_and_a_second_one_the_other_way(
     browser: playwright.Browser, files: Callable[[str], Path]
 ) -> None:
@@ -170,13 +270,19 @@ def test_a_click_sorts_by_figures_and_a_second_one_the_other_way(
         heading = page.get_by_role("button", name="set-up").first
         column = 1 + page.evaluate("(b) => b.parentElement.cellIndex", heading.element_handle())
         heading.click()
-        assert texts(page, column) == ["100 µs", "5.00 s", "7.00 s"]
+        order = ["100 µs", "200 ms", "5.00 s", "7.00 s", "8.00 s", "9.00 s", "20.0 s", "–"]
+        assert texts(page, column) == order
         assert heading.locator("..").get_attribute("aria-sort") == "ascending"
         heading.click()
-        assert texts(page, column) == ["7.00 s", "5.00 s", "100 µs"]
+        assert texts(page, column) == [*order[-2::-1], "–"]
         strategy = page.get_by_role("button", name="strategy").first
         strategy.press("Enter")  # Without a mouse, too.
-        assert texts(page, 1) == ["eager", "inductor", "inductor+graph"]
+        assert texts(page, 1)[:4] == [
+            "channels_last+inductor:max-autotune+graph",
+            "channels_last+inductor+graph",
+            "eager",
+            "inductor",
+        ]
         assert heading.locator("..").get_attribute("aria-sort") is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import sys
 from html.parser import HTMLParser
@@ -21,7 +22,7 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
-from graphwright.report.table import blocks, columns, duration, memory, ordered
+from graphwright.report.table import columns, duration, memory, ordered, tried
 from graphwright.report.terminal import render, to_svg, to_text
 
 
@@ -92,6 +93,18 @@ def names(text: str) -> list[list[str]]:
     return tables
 
 
+def cells_of(text: str, strategy: str) -> dict[str, str]:
+    """The cells of a strategy's row by their headings, in the first table that has it."""
+    headings: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip(" *") for cell in re.split("[┃│|]", line)[1:-1]]
+        if line.startswith(("┃", "| strategy")):
+            headings = cells
+        elif headings and cells and cells[0] == strategy:
+            return dict(zip(headings, cells, strict=True))
+    raise AssertionError(f"no row of {strategy}")
+
+
 def test_speedups_and_break_even(report: Report) -> None:
     fast, slow, eager = (report.row(n) for n in ("fast", "slow", "eager"))
     assert fast is not None
@@ -130,31 +143,76 @@ def test_a_finalist_is_never_compared_with_a_screening(finished: Report) -> None
     assert finished.speedup(fast) is None
 
 
-def test_finalists_and_screenings_are_two_tables(finished: Report) -> None:
+def test_what_was_only_screened_is_marked_and_stands_by_its_factor(finished: Report) -> None:
     text = to_text(finished, 160)
     assert all(len(line) <= 160 for line in text.splitlines())
-    for shown in (text, to_markdown(finished)):
-        assert names(shown) == [
-            ["fast", "inductor", "eager"],
-            ["also", "slow", "absent", "also absent"],
-        ]
-        first, second = shown.index("Finalists: timed together"), shown.index("Screening only: ")
-        assert first < shown.index("600 µs ± 0%") < second < shown.index("550 µs ± 0%")
+    for shown in (text, to_markdown(finished), short(finished, 160)):
+        assert names(shown) == [["fast", "also", "inductor", "eager", "slow"]]
+        assert cells_of(shown, "fast")["latency"] == "600 µs ± 0%"
+        assert cells_of(shown, "also")["latency"] == "~550 µs ± 0%"
+        assert cells_of(shown, "also")["calls/s"] == "~3,636"
+        assert cells_of(shown, "also")["vs eager"] == "3.64×"
         assert "300 µs" not in shown
-        assert "without per-call checks, 1.00 ms" in shown
+        note = "Rows marked ~ were timed only against eager: compare their factor, not their"
+        assert " ".join(shown.split()).count(note) == 1
     # What is said of torch.compile agrees with its row: 1.05 ms with the checks, 1 ms without.
-    [cells] = [
-        line.split("|") for line in to_markdown(finished).splitlines() if "| inductor" in line
-    ]
-    assert [cell.strip() for cell in cells[3:6]] == ["1.05 ms ± 0%", "1.90×", "0.95×"]
+    for shown in (text, to_markdown(finished)):
+        assert "without per-call checks, 1.00 ms" in shown
+        cells = cells_of(shown, "inductor")
+        assert [cells[name] for name in ("latency", "vs eager", "vs compile")] == [
+            "1.05 ms ± 0%",
+            "1.90×",
+            "0.95×",
+        ]
 
 
-def test_screenings_are_in_the_order_of_their_ratios(finished: Report) -> None:
-    """Absolute times of other moments are in no order."""
+def test_rows_are_in_the_order_of_their_ratios(finished: Report) -> None:
+    """Absolute times of other moments are in no order; the choice is first in any case."""
     other = row("beside a slow eager", 0.9e-3, 0.1)
     other.baseline = measured(9e-3)
     finished.rows.append(other)
-    assert names(to_text(finished))[1][:2] == ["beside a slow eager", "also"]
+    assert names(to_text(finished))[0][:3] == ["fast", "beside a slow eager", "also"]
+
+
+def test_beside_an_unsteady_eager_finalists_are_in_the_order_of_their_times(
+    finished: Report,
+) -> None:
+    found_row(finished, "eager").unsteady = "its rounds disagree by a factor of 2.0"
+    found = names(to_text(finished))[0]
+    assert found == ["fast", "inductor", "also", "eager", "slow"]
+
+
+def test_the_choice_is_first_though_others_are_a_little_faster(finished: Report) -> None:
+    finished.chosen = "inductor"
+    assert names(to_text(finished))[0] == ["inductor", "also", "fast", "eager", "slow"]
+
+
+def test_the_objective_s_figure_comes_first(finished: Report) -> None:
+    headings = {"memory": "peak memory", "throughput": "calls/s", "latency": "latency"}
+    for finished.objective, heading in headings.items():
+        found = [column.heading for column in columns(finished, finished.rows)]
+        assert found[:2] == ["strategy", heading]
+        assert found[-1] == "status"
+        assert len({*found}) == len(found)
+
+
+def test_eager_has_one_error_in_all_that_is_shown(finished: Report) -> None:
+    """The error that limits follow from counts all inputs together, and is no row's."""
+    found_row(finished, "eager").error = ErrorMeasure(3.1e-7, 4e-7)
+    finished.eager_error = ErrorMeasure(2.2e-7, 4e-7)
+    for shown in (to_text(finished), to_markdown(finished), finished._repr_html_()):
+        assert "3.1e-07" in shown
+        assert "2.2e-07" not in shown
+    found_row(finished, "eager").error = None  # It was not verified yet.
+    assert "2.2e-07" in to_text(finished)
+
+
+def test_a_set_up_is_what_it_takes_alone(finished: Report) -> None:
+    """As the calls to the break-even count it."""
+    fast = found_row(finished, "fast")
+    fast.build_s = 5.0
+    assert cells_of(to_markdown(finished), "fast")["set-up"] == "5.10 s"
+    assert finished.break_even(fast) == math.ceil(5.1 / 1.4e-3)
 
 
 def test_an_unsteady_row_is_marked_and_takes_part_in_no_ratio(finished: Report) -> None:
@@ -166,15 +224,17 @@ def test_an_unsteady_row_is_marked_and_takes_part_in_no_ratio(finished: Report) 
     assert finished.speedup(fast) is not None
     assert finished.break_even(fast, "inductor") is None
     for shown in (to_text(finished), to_markdown(finished)):
-        line = next(line for line in shown.splitlines() if line.startswith(("│ ind", "| ind")))
-        assert "unsteady" in line
-        assert "×" not in line
+        cells = cells_of(shown, "inductor")
+        assert cells["status"] == "unsteady"
+        assert cells["vs eager"] == "–"
         assert "vs compile" not in shown
         assert "unsteady, so not compared: its rounds disagree" in shown
     assert Report.from_json(finished.to_json()) == finished
     found_row(finished, "eager").unsteady = "its rounds disagree by a factor of 2.0"
     assert finished.speedup(fast) is None
-    assert "vs eager" not in to_markdown(finished).partition("Screening only")[0]
+    assert {cells_of(to_markdown(finished), name)["vs eager"] for name in ("fast", "eager")} == {
+        "–"
+    }
 
 
 def test_a_repr_is_one_short_line(finished: Report) -> None:
@@ -205,9 +265,9 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t[: len(t) // 2], "no JSON"),
-        (lambda t: "[]", "no report"),
-        (lambda t: t.replace("graphwright.tune", "other"), "no report"),
+        (lambda t: t[: len(t) // 2], "not valid JSON"),
+        (lambda t: "[]", "not a report"),
+        (lambda t: t.replace("graphwright.tune", "other"), "not a report"),
         (lambda t: t.replace('"schema_version": 2', '"schema_version": 99'), "version 99"),
         (lambda t: t.replace('"rows"', '"columns"'), "damaged"),
         (lambda t: t.replace('"slower"', '"odd"'), "damaged"),
@@ -216,7 +276,7 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
         (lambda t: t.replace('"seconds": 0.0', '"seconds": null'), "damaged"),
         (lambda t: re.sub(r'"throughput": \[.*?\]', '"throughput": []', t, flags=re.S), "damaged"),
         (lambda t: re.sub(r"0\.002,", '"a",', t), "damaged"),
-        (lambda t: "[" * 100_000, "no JSON|no report"),
+        (lambda t: "[" * 100_000, "not valid JSON|not a report"),
     ],
 )
 def test_a_damaged_report_is_refused(report: Report, damage: object, message: str) -> None:
@@ -247,10 +307,10 @@ def test_the_table_says_what_matters(report: Report) -> None:
     fast = next(line for line in lines if "fast" in line and "│" in line)
     pieces = ("chosen", "500 µs ± 0%", "4.00×", "4,000", "100 ms", "67", "1.0 MiB")
     assert all(piece in fast for piece in pieces)
-    assert names(text) == [["fast", "inductor", "eager", "slow", "absent", "also absent"]]
+    assert names(text) == [["fast", "inductor", "eager", "slow"]]
     assert "vs compile" not in text
     assert "fast was chosen: it is fast." in text
-    assert "absent, also absent: it is not here. pip install absent" in text
+    assert "absent, also absent: unavailable, it is not here. pip install absent" in text
     assert "eager's own is 1.0e-07" in text
     assert str(report) == text
 
@@ -282,16 +342,15 @@ def test_at_80_columns_one_short_table_shows_what_matters(finished: Report) -> N
     finished.rows.append(Row("broken", Status.FAILED, "ValueError: " + "it broke " * 20))
     text = short(finished)
     assert all(len(line) <= 80 for line in text.splitlines())
-    assert names(text) == [["fast", "inductor", "eager", "also", "slow"]]
+    assert names(text) == [["fast", "also", "inductor", "eager", "slow"]]
     head = text[text.index("┏") : text.index("┡")]
     for heading in ("strategy", "latency", "vs eager", "set-up", "error"):
         assert heading in head
     assert "status" not in head
     # A figure of a screening is marked, and a line says what the mark means.
-    lines = {line.split()[1]: line for line in text.splitlines() if line.startswith("│")}
-    assert "~550 µs" in lines["also"]
-    assert " 600 µs" in lines["fast"]
-    assert " ".join(text.split()).count("do not compare them directly") == 1
+    assert cells_of(text, "also")["latency"].startswith("~550 µs")
+    assert cells_of(text, "fast")["latency"].startswith("600 µs")
+    assert " ".join(text.split()).count("compare their factor, not their latency") == 1
     # What went wrong is one line, what did not run another.
     assert sum("broken" in line for line in text.splitlines()) == 1
     assert "broken failed: ValueError" in text
@@ -321,8 +380,9 @@ def test_the_figure_that_was_asked_for_is_always_shown(
 
 def test_markdown_and_svg(report: Report) -> None:
     text = to_markdown(report)
-    assert "| **fast** | **chosen** |" in text
-    assert text.count("| --- |") == 1
+    assert "| **fast** | 500 µs" in text
+    assert cells_of(text, "fast")["status"] == "chosen"
+    assert text.count("| --- | ---: |") == 1
     columns = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert len(columns) == 1
     picture = to_svg(report)
@@ -397,11 +457,12 @@ class _Cells(HTMLParser):
 
 def test_html_has_the_tables_that_the_terminal_has(finished: Report) -> None:
     found = _Cells(finished._repr_html_()).tables
-    assert len(found) == len(blocks(finished))
-    for table, block in zip(found, blocks(finished), strict=True):
-        shown = columns(finished, block.rows)
-        assert table[0] == [column.heading for column in shown]
-        assert table[1:] == [[c.cell(finished, row) for c in shown] for row in block.rows]
+    rows = tried(finished)
+    shown = columns(finished, rows)
+    assert found == [
+        [[column.heading for column in shown]]
+        + [[column.cell(finished, row) for column in shown] for row in rows]
+    ]
 
 
 def test_what_a_model_is_called_is_no_html(finished: Report) -> None:

@@ -142,7 +142,6 @@ def test_all_else_of_a_request() -> None:
         inputs={},
         outputs=("b", "a"),
         parameters={"yes": False, "count": -3, "large": 2**64 - 1, "share": 0.5, "word": ""},
-        deadline=None,
         received=100.0,
     )
     assert found.parameters["yes"] is False

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphwright.serving import http_codec as codec
@@ -114,7 +114,6 @@ def sent(values: dict[str, Value], binary: BinaryOutputs) -> InferRequest:
 
 
 class TestRoundTrip:
-    @settings(deadline=None)
     @given(st.lists(ANY_VALUE, max_size=4))
     def test_binary(self, given_values: list[Value]) -> None:
         values = {f"x{n}": value for n, value in enumerate(given_values)}
@@ -122,7 +121,6 @@ class TestRoundTrip:
         assert list(read) == list(values)
         assert all(same(read[name], values[name]) for name in values)
 
-    @settings(deadline=None)
     @given(JSON_VALUE)
     def test_json(self, value: Value) -> None:
         read = x_of(sent({"x": value}, ALL_JSON))
@@ -133,7 +131,6 @@ class TestRoundTrip:
         else:
             assert same(read, value)
 
-    @settings(deadline=None)
     @given(st.dictionaries(st.text("abc", min_size=1), st.tuples(JSON_VALUE, st.booleans())))
     def test_mixed(self, given_values: dict[str, tuple[Value, bool]]) -> None:
         values = {name: value for name, (value, _) in given_values.items()}
@@ -144,7 +141,6 @@ class TestRoundTrip:
         }
         assert all(same(read[name], values[name]) for name in values if name in binary)
 
-    @settings(deadline=None)
     @given(tensors(IN_JSON))
     def test_nested_lists_read_as_flat_ones(self, value: torch.Tensor) -> None:
         shape, datatype = list(value.shape), datatype_of(value)
@@ -154,14 +150,12 @@ class TestRoundTrip:
         other = x_of(decoded(asked(datatype, shape, flat))[0])
         assert same(one, other)
 
-    @settings(deadline=None)
     @given(st.binary(max_size=400))
     def test_any_bytes_are_read_or_refused(self, body: bytes) -> None:
         with pytest.raises(RequestError) as info:
             decoded(body)
         assert info.value.kind is Kind.INVALID
 
-    @settings(deadline=None)
     @given(
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -36,7 +36,7 @@ def parts_of(prepared: PreparedModel, sizes: list[tuple[int, int]]) -> list[Part
     return found
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 16)), min_size=1, max_size=6))
 def test_each_request_gets_its_own_answer(
     prepared: PreparedModel, sizes: list[tuple[int, int]]

@@ -51,7 +51,7 @@ def test_numbers_lie_in_the_data_where_it_is_writable_and_aligned() -> None:
     assert kept.tolist() == [2, 3]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(datatype=st.sampled_from([*DTYPES, BYTES]), shape=SHAPES, data=st.binary(max_size=24))
 def test_any_data_is_refused_or_read_as_it_is(datatype: str, shape: list[int], data: bytes) -> None:
     try:
@@ -66,7 +66,7 @@ def test_any_data_is_refused_or_read_as_it_is(datatype: str, shape: list[int], d
     assert "'x'" in str(refused)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(datatype=st.sampled_from(list(DTYPES)), shape=st.lists(st.integers(0, 3), max_size=4))
 def test_data_that_fits_is_not_refused(datatype: str, shape: list[int]) -> None:
     size = requests.element_count(shape, "x") * DTYPES[datatype].itemsize
@@ -76,7 +76,7 @@ def test_data_that_fits_is_not_refused(datatype: str, shape: list[int]) -> None:
     assert requests.bytes_of(found) == data
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.binary(max_size=5), max_size=5))
 def test_strings_come_back(values: list[bytes]) -> None:
     held = Strings((len(values),), tuple(values))

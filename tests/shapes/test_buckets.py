@@ -84,7 +84,6 @@ def share(counts: Counts, computed: float) -> float:
 # What is chosen for observed sizes.
 
 
-@settings(deadline=None)
 @given(LINES, st.integers(1, 8))
 def test_no_other_choice_of_sizes_wastes_less(counts: dict[int, int], graphs: int) -> None:
     calls = {(size,): count for size, count in counts.items()}
@@ -99,7 +98,6 @@ def test_no_other_choice_of_sizes_wastes_less(counts: dict[int, int], graphs: in
 
 
 @example({(5, 1): 1, (5, 7): 1, (7, 1): 1, (7, 7): 1}, 3)  # the third serves in one order only
-@settings(deadline=None)
 @given(GRIDS, st.integers(1, 5))
 def test_no_nested_choice_wastes_less(counts: Counts, graphs: int) -> None:
     chosen = Buckets.from_sizes(SizesSeen(("batch", "length"), counts), max_graphs=graphs)
@@ -109,7 +107,7 @@ def test_no_nested_choice_wastes_less(counts: Counts, graphs: int) -> None:
     assert volumes(chosen, counts) <= least
 
 
-@settings(max_examples=30, deadline=None)  # A busy machine is no failure.
+@settings(max_examples=30)
 @given(BOXES, st.integers(1, 4))
 def test_no_nested_choice_of_three_dimensions_wastes_less(counts: Counts, graphs: int) -> None:
     chosen = Buckets.from_sizes(SizesSeen(("a", "b", "c"), counts), max_graphs=graphs)
@@ -122,7 +120,6 @@ def test_no_nested_choice_of_three_dimensions_wastes_less(counts: Counts, graphs
     assert volumes(chosen, counts) <= least
 
 
-@settings(deadline=None)
 @given(GRIDS, st.integers(1, 6))
 def test_no_product_of_as_many_buckets_wastes_less(counts: Counts, graphs: int) -> None:
     chosen = Buckets.from_sizes(SizesSeen(("batch", "length"), counts), max_graphs=graphs)

@@ -2046,7 +2046,6 @@ def drawn(shape: Shape, turn: int, count: int, *, named: bool = False) -> list[C
     @settings(
         max_examples=count,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )

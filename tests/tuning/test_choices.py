@@ -162,7 +162,7 @@ def test_any_truncation_is_noticed() -> None:
     whole = path.read_bytes()
 
     @given(st.integers(0, len(whole) - 1))
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def check(length: int) -> None:
         path.write_bytes(whole[:length])
         with pytest.warns(RuntimeWarning, match=path.name):

@@ -210,7 +210,7 @@ def test_the_simplest_within_a_hundredth_of_the_least_comes_first() -> None:
     assert [row.strategy for row in near_best(report)] == ["a", "b", "c"]
     chosen = ranked(report, report.rows)[0]
     assert reason_for(report, chosen, []) == (
-        "a was chosen: the earliest first answer: 2.1 s from the start of a process, eager 4.6 s."
+        "a was chosen: its first answer comes 2.11 s after a process starts, eager's 4.60 s."
     )
     report.chosen = "a"
     assert "| first answer |" in to_markdown(report)

@@ -92,6 +92,29 @@ def test_a_choice_that_is_wrong_by_now_is_tuned_again(monkeypatch: pytest.Monkey
     assert row.status is Status.WRONG
 
 
+class Masked(nn.Module):
+    """A mean of what is not masked: NaN where nothing is left."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (x * mask[:, None]).sum(0) / mask.sum()
+
+
+def test_a_choice_that_was_verified_with_less_is_no_choice_for_what_can_be_verified() -> None:
+    x, ones = torch.randn(8, 16), torch.ones(8, dtype=torch.long)
+    first = gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report
+    assert first.left_out == ["args[1] of zeros"]
+    assert gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report.recalled
+    mixed = ones.clone()
+    mixed[5:] = 0
+    second = gw.tune(Masked().eval(), (x, mixed), strategies=NAMES).report
+    assert not second.recalled
+    assert second.left_out == []
+    assert "The cached choice was not verified with args[1] of zeros: tuned again." in second.notes
+    # What was verified with everything is good for both.
+    assert gw.tune(Masked().eval(), (x, mixed), strategies=NAMES).report.recalled
+    assert gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report.recalled
+
+
 def test_a_broken_entry_is_ignored_with_a_warning() -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     gw.tune(model, (x,), strategies=NAMES)

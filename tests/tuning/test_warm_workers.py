@@ -422,7 +422,7 @@ def test_candidates_that_differ_in_the_runner_are_built_once(tmp_path: Path) -> 
     assert {plain.status, passed.status} <= {Status.OK, Status.SLOWER}
     assert plain.notes == ["was built"]
     assert passed.notes == [
-        "shares the build of builds, whose time is not in its set-up",
+        "shares the build of builds, whose time is in the set-up of both",
         "was built",
         "was wrapped",
     ]
@@ -523,7 +523,7 @@ def test_a_graph_runs_what_was_built_for_the_candidate_without_it(
         assert trial.row.screening is not None
     assert compiled == [name]
     assert trials[1].builts[0].inner is trials[0].builts[0]
-    assert f"shares the build of {name}, whose time is not in its set-up" in trials[1].row.notes
+    assert f"shares the build of {name}, whose time is in the set-up of both" in trials[1].row.notes
 
 
 # ---------------------------------------------------------------- what is tried next

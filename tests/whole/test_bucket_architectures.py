@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CALLED = 3
 DEPENDS = "of its root mean square"
 
-# Words of the reason, where a bucket may not be filled up.
+# Words of the reason, where calls may not be padded to a bucket.
 BATCH_EXACT = {
     "ViTMAEModel": "random numbers",  # draws what it leaves out
     "RecurrentGemmaForCausalLM": "cannot be put back",  # keeps its last state

@@ -56,7 +56,7 @@ def test_a_network_is_tuned_over_buckets(capsys: pytest.CaptureFixture[str]) -> 
     assert sum(calls.values()) == 18
     printed = capsys.readouterr().out
     assert all(f"batch={batch}" in printed for batch in module.SHARES)
-    # Where eager itself is the fastest, nothing is filled up.
+    # Where eager itself is the fastest, nothing is padded.
     assert ("tuned, padded to a bucket" in calls) == ("eager was chosen" not in printed)
 
 

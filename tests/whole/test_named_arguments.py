@@ -103,18 +103,18 @@ def test_tune_names_the_argument() -> None:
     tuned = tuned_with("fused", Scaled().eval(), (X,))
     text = told(lambda: tuned(X, return_dict=True))
     assert "return_dict=True; tuned without it" in text
-    assert "last call that did not fit: return_dict=True; tuned without it" in tuned.explain()
+    assert "last call that did not match: return_dict=True; tuned without it" in tuned.explain()
 
 
 def test_tune_names_the_argument_where_eager_was_chosen() -> None:
     tuned = tuned_with("eager", Scaled().eval(), (X,))
     tuned(X)
-    assert "did not fit" not in tuned.explain()
+    assert "did not match" not in tuned.explain()
     tuned(X, return_dict=True)
-    assert "last call that did not fit: return_dict=True; tuned without it" in tuned.explain()
+    assert "last call that did not match: return_dict=True; tuned without it" in tuned.explain()
     with torch.enable_grad():
         tuned(X, other=1)
-    assert "last call that did not fit: other=1; tuned without it" in tuned.explain()
+    assert "last call that did not match: other=1; tuned without it" in tuned.explain()
 
 
 def test_the_nearest_call_is_the_one_with_the_fewest_other_arguments() -> None:

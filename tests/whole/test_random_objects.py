@@ -288,7 +288,6 @@ def built_again(steps: Any, places: Any, device: torch.device) -> list[Any]:
 def test_random_objects(device: torch.device) -> None:
     @settings(
         max_examples=2000,
-        deadline=None,
         derandomize=True,
         database=None,
         phases=[Phase.generate],

@@ -595,7 +595,7 @@ class TunedModule(ModuleProxy):
         for way, count in choice.calls.most_common():
             lines.append(f"{counted(count, 'call')} {way}")
         if choice.last_difference is not None:
-            lines.append(f"last call that did not fit: {choice.last_difference}")
+            lines.append(f"last call that did not match: {choice.last_difference}")
         return "\n".join(line for line in lines if line)
 
     def __repr__(self) -> str:
@@ -761,7 +761,7 @@ def of_tensors(tuned: TunedModule) -> TunedModule:
 def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[..., Any]:
     """A callable that runs the module itself and returns outputs that do not require grad.
 
-    If the module computes other numbers under no_grad, its outputs are detached instead.
+    If the module's results differ under no_grad, its outputs are detached instead.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ _RAW = frozenset(("data_ptr", "untyped_storage", "storage", "_typed_storage", "_
 
 # Layout of oneDNN's tensors, which have memory of their own.
 _PACKED: Any = getattr(torch, "_mkldnn")  # noqa: B009  # unknown to mypy
-# Takes the identity of a storage that is about to be used; None if it may be any.
+# Called with the id of the storage that is used next, or None for any.
 Use = Callable[[int | None], None]
 
 

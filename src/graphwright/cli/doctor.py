@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from .._version import __version__
-from ..calls import watch
 from ..calls.words import counted
 from ..ops import compiled_checks
 from ..ops.custom.building import cpp_compiler, cuda_compiler, ninja_on_path
@@ -70,10 +69,17 @@ class Item:
         return asdict(self) | {"state": self.state.value}
 
 
-def examined() -> list[Item]:
-    """Everything that graphwright can use, as it is on this machine."""
+def examined(*, build: bool = False) -> list[Item]:
+    """Everything that graphwright can use, as it is on this machine.
+
+    Args:
+        build: whether what is built once for a machine is built first.
+    """
     items: list[Item] = []
-    for look in (_processor, _gpu, _compilers, _checks_in_cpp, _cache, _graphviz, _extras):
+    for look in (_processor, _gpu, _compilers):
+        items += look()
+    items += _checks_in_cpp(build=build)
+    for look in (_cache, _graphviz, _extras):
         items += look()
     return items
 
@@ -209,16 +215,15 @@ def _program(name: str, path: str | None, wrong: str, needed_for: str, fix: str)
     return Item(name, State.OK, path)
 
 
-def _checks_in_cpp() -> Iterator[Item]:
+def _checks_in_cpp(*, build: bool) -> Iterator[Item]:
     name = "checks in C++"
-    if os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
-        found = "turned off by GRAPHWRIGHT_COMPILED_CHECKS=0"
-        needed_for = "calls of large modules whose checks take microseconds"
-        yield Item(name, State.MISSING, found, needed_for, "unset GRAPHWRIGHT_COMPILED_CHECKS")
-        return
-    compiled_checks.provide(build=False)
-    built = "built" if watch.COMPILED else "not built yet: that is done beside the first calls"
-    yield Item(name, State.OK, built)
+    why = compiled_checks.provide(build=build, quiet=False)
+    if why is None:
+        yield Item(name, State.OK, "built")
+    elif why == compiled_checks.NOT_BUILT:
+        yield Item(name, State.OK, f"{why}: tune builds them, or graphwright doctor --build")
+    else:
+        yield Item(name, State.MISSING, why, "checks of large models that take microseconds")
 
 
 def _cache() -> Iterator[Item]:

@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ from .outputs import (
 )
 
 EXIT_FOUND = 1
+# About when the command began: its budget is for what it imports, too.
+_BEGAN = time.monotonic()
 # Options of tune that say where results go, and those that do not matter to one strategy alone.
 _FILES = ("json_file", "markdown_file", "svg_file", "html_file", "with_samples", "save_file")
 _OF_A_SEARCH = ("strategies", "exclude", "budget", "exhaustive", "profiled", "fresh", "details")
@@ -142,7 +145,7 @@ def main() -> None:
 @click.option(
     "--budget",
     type=_Seconds(),
-    help="Take no longer than this: 120s or 2m; by default 55s.",
+    help="Take no longer than this: 120s or 2m; by default 60s, up to 90s for compilers.",
 )
 @click.option(
     "--exhaustive", is_flag=True, help="Also try strategies that cannot win, with no time limit."
@@ -289,6 +292,7 @@ def tune(
         name=loaded.name,
         profile=profiled,
         repeat=repeater(target, words_of(given, (*_FILES, *_OF_A_SEARCH))),
+        began=_BEGAN,
         **options,
     )
     tuning.report.notes += loaded.notes
@@ -697,9 +701,9 @@ def report(
 @_DEVICE
 def strategies(device: str | None) -> None:
     """List the strategies, which of them run here, and what would change that."""
-    from rich.console import Console
     from torch import nn
 
+    from ..report.progress import SHORT_S, shown
     from ..report.terminal import printing, show_strategies
     from ..strategies.base import Candidate, probe
     from ..strategies.registry import (
@@ -723,17 +727,16 @@ def strategies(device: str | None) -> None:
         for allow in ((), LOSSY)
     )
     listed: dict[str, list[tuple[tuple[str, str, str, str], str]]] = {}
-    waiting = Console(stderr=True)
     kinds: dict[str, Sequence[Any]] = {
         "rewrites": REWRITES,
         "compilers": COMPILERS,
         "runners": RUNNERS,
     }
-    with waiting.status("running a tiny model through each") as status:
+    with shown(None, "running a tiny model through each", after_s=SHORT_S) as progress:
         for kind, parts in kinds.items():
             listed[kind] = []
             for part in parts:
-                status.update(f"trying {part.name}")
+                progress.doing(part.name)
                 found = probe(part, place)
                 remarks = [found.reason, found.remedy]
                 if unsavable := getattr(part, "unsavable", ""):
@@ -757,8 +760,11 @@ def strategies(device: str | None) -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
+@click.option(
+    "--build", is_flag=True, help="Build first what is built once for a machine: the checks in C++."
+)
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
+def doctor(ctx: click.Context, as_json: bool, build: bool) -> None:
     """Say what this machine has, what is missing for what, and how to get it.
 
     Ends with 1 if something is there and does not work.
@@ -768,7 +774,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     from ..report.terminal import printing
     from .doctor import State, examined, show, title
 
-    items = examined()
+    items = examined(build=build)
     with printing():
         if as_json:
             found = {"title": title(), "items": [item.to_dict() for item in items]}

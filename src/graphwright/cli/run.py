@@ -195,7 +195,7 @@ def eager_samples(report: Report, sample: str) -> Samples | None:
     row = report.row(EAGER)
     if row is not None:
         row = row.by_shape.get(sample, row)
-    return None if row is None or row.measurement is None else row.measurement.latencies
+    return None if row is None or row.measurement is None else row.measurement.typical()
 
 
 def _spread(samples: Samples | None) -> str:

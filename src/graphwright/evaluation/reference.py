@@ -26,7 +26,7 @@ from ..errors import (
     user_frame,
 )
 from .accuracy import ErrorMeasure, as_float64, error_of, errors, peak_of, tensors_in
-from .variations import variations
+from .variations import milder, notes_on_masks, variations
 
 RMS_FACTOR = 3.0
 MAX_FACTOR = 8.0
@@ -56,20 +56,32 @@ _MAX_WIDENED = 1 << 29
 
 @dataclass
 class Case:
-    """One set of inputs, eager's outcome, and the float64 values if there are any."""
+    """One set of inputs, eager's outcome, and the float64 values if there are any.
+
+    `hint` says why these inputs are tried, if that needs saying.
+    """
 
     call: Call
     eager: Outcome
     exact: dict[str, torch.Tensor]
     eager_error: dict[str, ErrorMeasure] = field(init=False)
+    hint: str = ""
 
     def __post_init__(self) -> None:
         self.eager_error = errors(self.eager, self.exact)
 
+    def wrong(self, reason: str) -> str:
+        """What is wrong with a candidate here: the inputs, why they are tried, and `reason`."""
+        name = self.call.name
+        return f"wrong for {name}, {self.hint}: {reason}" if self.hint else f"{name}: {reason}"
+
 
 @dataclass
 class Reference:
-    """Eager's behaviour on several inputs and its own distance from float64."""
+    """Eager's behaviour on several inputs and its own distance from float64.
+
+    `left_out` names the variations of the sample that eager itself does not survive.
+    """
 
     cases: list[Case]
     state: ModuleState
@@ -78,6 +90,7 @@ class Reference:
     tolerance: float | None = None
     tf32: bool = False
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to a module of this process; a loaded reference gets another one.
@@ -352,19 +365,37 @@ def _reference(
     small = min(v.numel() for v in first.outputs.values() if isinstance(v, torch.Tensor))
     generator = torch.Generator().manual_seed(seed)
     cases = [Case(call, first, tensors_in(first) if exact is None else exact)]
-    for other in variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
+    left_out = []
+
+    def tried(other: Call, hint: str = "") -> Case | str:
+        """A case for a variation, or why eager does not survive it."""
         try:
             eager = run(model, other, state)
             wide = eager if exact is None else exact_outcome(model, module, other, state)[0]
         except Exception as error:
-            notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
-            continue
+            return f"raises {first_line(error, 120)}"
         if finite_share(eager) < finite_share(first):
-            notes.append(
-                f"{other.name}: left out, eager gives NaN or Inf where the sample does not"
-            )
+            return "gives NaN or Inf, unlike for your sample"
+        return Case(other, eager, tensors_in(wide), hint)
+
+    for variation in variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
+        found = tried(variation.call, variation.hint)
+        if isinstance(found, Case):
+            cases.append(found)
             continue
-        cases.append(Case(other, eager, tensors_in(wide)))
+        name = variation.call.name
+        left_out.append(name)
+        for kept, mild in milder(call, variation.call):
+            instead = tried(mild)
+            if isinstance(instead, Case):
+                cases.append(instead)
+                notes.append(
+                    f"Verified with {name}, but your own {kept}: with others eager {found}"
+                )
+                break
+        else:
+            notes.append(f"Not verified with {name}: eager {found}")
+    notes += notes_on_masks(call)
     measured = [case.eager_error for case in cases]
     measured.append(errors(second, cases[0].exact))
     if exact is None:
@@ -377,7 +408,8 @@ def _reference(
             "TF32 is permitted by torch.backends (for cuDNN that is PyTorch's default), so "
             "candidates may use it where eager happens not to."
         )
-    return Reference(cases, state, own, aliases_of(model, call, state), tolerance, tf32, notes)
+    aliases = aliases_of(model, call, state)
+    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out)
 
 
 def refuse_changed_containers(reference: Reference) -> None:

@@ -1,42 +1,85 @@
-"""Variations of a sample's inputs: random, permuted, flipped."""
+"""Variations of a sample's inputs: random, permuted, flipped, lowered.
+
+They are calls that the model could get: one that eager does not survive judges nobody. So ids are
+drawn from the sample's own (on a GPU, an invalid one kills the process), and each row of a mask
+keeps an element of what each row of the sample's has. Attention over a row that is masked as a
+whole is undefined: kernels that are right give NaN, zeros or a mean there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..calls.snapshots import Call, can_hold_anything
+from ..calls.snapshots import Call, can_hold_anything, same_bits
 from .accuracy import as_float64
 
 
-def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[Call]:
+@dataclass(frozen=True)
+class Variation:
+    """Other inputs than the sample's; `hint` says why they are tried, if that needs saying."""
+
+    call: Call
+    hint: str = ""
+
+
+def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[Variation]:
     """Other inputs of the same kind; `generator` lives on the CPU.
 
-    Integers are drawn from the sample's own values, so that ids stay valid (on a GPU, an invalid
-    one kills the process). If all are equal, they are lowered by one in a variation of their own,
-    since a value that never changes proves nothing.
+    Integers that are all equal, and no mask, are lowered by one in a variation of their own, since
+    a value that never changes proves nothing.
     """
-    changes: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
-        (f"random inputs {index + 1}", lambda t: drawn_like(t, generator)) for index in range(draws)
+    changes: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = [
+        (f"random inputs {index + 1}", "", lambda t: _drawn(t, generator)) for index in range(draws)
     ]
-    changes.append(("the sample's values permuted", lambda t: _permuted(t, generator)))
-    if any(t.dtype is torch.bool for t in call.tensors()):
-        changes.append(("booleans flipped", lambda t: ~t if t.dtype is torch.bool else t))
-    flags = [n for n, t in call.leaves().items() if isinstance(t, torch.Tensor) and _is_flag(t)]
+    changes.append(("the sample's values permuted", "", lambda t: _permuted(t, generator)))
+    if any(_is_flippable(t) for t in call.tensors()):
+        changes.append(("booleans flipped", "", lambda t: ~t if _is_flippable(t) else t))
+    flags = {n: t for n, t in call.leaves().items() if isinstance(t, torch.Tensor) and _is_flag(t)}
     if flags:
-        words = f"all of {' and '.join(flags)} lowered by one (give a sample in which it differs)"
-        changes.append((words, _flipped))
+        changes.append((*_lowered_in_words(flags), lambda t: t - 1 if _is_flag(t) else t))
     if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
         return
-    for name, change in changes:
+    for name, hint, change in changes:
         mine = replace(call.clone(), name=name)
         with torch.no_grad():
             for tensor in mine.tensors():
                 if tensor.numel() and can_hold_anything(tensor):
                     tensor.copy_(change(tensor.detach()))
-        yield mine
+        yield Variation(mine, hint)
+
+
+def milder(sample: Call, other: Call) -> Iterator[tuple[str, Call]]:
+    """A variation with the sample's own masks, then with all its integers, and what is kept."""
+    tried = [sample, other]
+    for kept, is_kept in (("masks", _is_binary), ("integers", _is_integer)):
+        mine = other.clone()
+        with torch.no_grad():
+            for tensor, own in zip(mine.tensors(), sample.tensors(), strict=True):
+                if is_kept(own) and can_hold_anything(own):
+                    tensor.copy_(own)
+        if not any(_same_values(mine, before) for before in tried):
+            tried.append(mine)
+            yield kept, mine
+
+
+def notes_on_masks(call: Call) -> list[str]:
+    """How masks that hold a single value were varied, in words."""
+    found = []
+    for name, leaf in call.leaves().items():
+        if not isinstance(leaf, torch.Tensor) or not _is_integer(leaf):
+            continue
+        mask = _Mask.of(leaf)
+        if mask is not None and bool((mask.rows == mask.rows[0, 0]).all()):
+            words = ("False", "True") if leaf.dtype is torch.bool else ("zeros", "ones")
+            value, other = words if not mask.rows[0, 0] else words[::-1]
+            found.append(
+                f"{name} is all {value}: verified with ragged masks too, whose rows begin with "
+                f"{value}, but with no row of {other} alone"
+            )
+    return found
 
 
 def drawn_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -62,20 +105,127 @@ def drawn_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     return drawn.to(tensor.device, tensor.dtype)
 
 
+@dataclass(frozen=True)
+class _Mask:
+    """A tensor of zeros and ones, as rows of booleans on the CPU; `axis` is that of a row."""
+
+    tensor: torch.Tensor
+    axis: int
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Mask | None:
+        """None if it is no mask: its first dimension is the batch, and zeros alone may be ids."""
+        long = [axis for axis in range(1, tensor.dim()) if tensor.shape[axis] > 1]
+        if not long or not tensor.numel() or not _is_binary(tensor):
+            return None
+        rows = tensor.detach().movedim(long[-1], -1).reshape(-1, tensor.shape[long[-1]])
+        return cls(tensor, long[-1], rows.cpu().bool())
+
+    def has_in_each_row(self, value: bool) -> bool:
+        """Whether no row lacks a value."""
+        return bool((self.rows == value).any(1).all())
+
+    @property
+    def edge(self) -> tuple[bool, bool] | None:
+        """What all rows begin with, or end with if mirrored, where each changes at most once."""
+        if int((self.rows[:, 1:] != self.rows[:, :-1]).sum(1).max()) > 1:
+            return None
+        for mirrored in (False, True):
+            ends = self.rows[:, -1 if mirrored else 0]
+            if bool((ends == ends[0]).all()):
+                return bool(ends[0]), mirrored
+        return None
+
+    def drawn(self, generator: torch.Generator) -> torch.Tensor:
+        """Ragged rows for ragged or equal ones, else random ones."""
+        count, length = self.rows.shape
+        if self.edge is not None:
+            value, mirrored = self.edge
+            lengths = torch.randint(1, length, (count,), generator=generator, device="cpu")
+            if count > 1 and not self.has_in_each_row(not value):
+                # As in a batch, whose longest row has no padding.
+                lengths[int(torch.randint(count, (), generator=generator, device="cpu"))] = length
+            made = (torch.arange(length) < lengths[:, None]) == value
+            return self._as_tensor(made.flip(1) if mirrored else made)
+        made = torch.rand((count, length), generator=generator, device="cpu") < 0.5
+        places = torch.randint(length, (count,), generator=generator, device="cpu")
+        for value in (False, True):
+            if self.has_in_each_row(value):
+                lacking = (made != value).all(1)
+                made[lacking, places[lacking]] = value
+        return self._as_tensor(made)
+
+    def permuted(self, generator: torch.Generator) -> torch.Tensor:
+        """The same rows in another order."""
+        order = torch.randperm(len(self.rows), generator=generator, device="cpu")
+        return self._as_tensor(self.rows[order])
+
+    @property
+    def may_be_flipped(self) -> bool:
+        """Whether each row then still has what each had."""
+        return self.edge is None and self.has_in_each_row(True) == self.has_in_each_row(False)
+
+    def _as_tensor(self, rows: torch.Tensor) -> torch.Tensor:
+        shape = self.tensor.movedim(self.axis, -1).shape
+        made = rows.reshape(shape).movedim(-1, self.axis)
+        return made.to(self.tensor.device, self.tensor.dtype)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
+def _is_binary(tensor: torch.Tensor) -> bool:
+    """Booleans, or zeros and ones, with a one among them."""
+    if tensor.dtype is torch.bool or tensor.is_complex():
+        return tensor.dtype is torch.bool
+    values = as_float64(tensor)
+    ones = values == 1
+    return bool(((values == 0) | ones).all()) and bool(ones.any())
+
+
 def _is_flag(tensor: torch.Tensor) -> bool:
-    """An integer or boolean tensor all of whose elements are one value above 0."""
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+    """An integer tensor, and no mask, all of whose elements are one value above 0."""
+    if not _is_integer(tensor) or tensor.dtype is torch.bool or not tensor.numel():
         return False
     first = tensor.reshape(-1)[:1]
-    return bool((tensor == first).all()) and int(first) > 0
+    return int(first) > 0 and bool((tensor == first).all()) and _Mask.of(tensor) is None
 
 
-def _flipped(tensor: torch.Tensor) -> torch.Tensor:
-    if not _is_flag(tensor):
-        return tensor
-    return ~tensor if tensor.dtype is torch.bool else tensor - 1
+def _is_flippable(tensor: torch.Tensor) -> bool:
+    if tensor.dtype is not torch.bool:
+        return False
+    mask = _Mask.of(tensor)
+    return mask is None or mask.may_be_flipped
+
+
+def _lowered_in_words(flags: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """What flags are lowered to; and why, with what to do."""
+    lowered, given = [], []
+    for name, tensor in flags.items():
+        value = int(tensor.reshape(-1)[0])
+        several = tensor.numel() > 1
+        lowered.append(f"{name} of {'zeros' if several and value == 1 else value - 1}")
+        given.append("all ones" if several and value == 1 else f"{'all ' * several}{value}")
+    hint = f"tried because yours {'is' if len(flags) == 1 else 'are'} {' and '.join(given)}"
+    if any(tensor.numel() > 1 for tensor in flags.values()):
+        hint += "; give one with " + ("both" if {*given} == {"all ones"} else "several") + " values"
+    return " and ".join(lowered), hint
+
+
+def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    mask = _Mask.of(tensor)
+    return drawn_like(tensor, generator) if mask is None else mask.drawn(generator)
 
 
 def _permuted(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    mask = _Mask.of(tensor)
+    if mask is not None:
+        return mask.permuted(generator)
     order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
     return tensor.reshape(-1)[order].reshape(tensor.shape)
+
+
+def _same_values(one: Call, other: Call) -> bool:
+    return all(map(same_bits, one.tensors(), other.tensors()))

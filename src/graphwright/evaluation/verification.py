@@ -115,7 +115,7 @@ def _verdict(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     for case in ref.cases:
         verdict = compare(run(model, case.call, ref.state), case, ref, ulp)
         if not verdict.ok:
-            return replace(verdict, reason=f"{case.call.name}: {verdict.reason}")
+            return replace(verdict, reason=case.wrong(verdict.reason))
         worst = verdict.error if worst is None else worse(verdict.error, worst)
     aliases = aliases_of(model, ref.cases[0].call, ref.state)
     for output, other in sorted(aliases ^ ref.aliases):

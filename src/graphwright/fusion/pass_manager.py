@@ -507,7 +507,7 @@ def _verdict(call: Callable[..., Any], known: Reference) -> str:
         for case in known.cases:
             verdict = compare(run(call, case.call, known.state), case, known)
             if not verdict.ok:
-                return f"{case.call.name}: {verdict.reason}"
+                return case.wrong(verdict.reason)
     finally:
         known.state.restore()
     return ""

@@ -78,7 +78,7 @@ class CapturedCall(Graph):
     # Whether libraries are told that nothing is captured, so that the graph runs what eager code
     # runs; None until that is known.
     _as_eager: bool | None = None
-    # Whether it is in segments for that, although one graph would do.
+    # True if the call was split into segments only because the host reads a value here.
     looks = False
 
     def __init__(

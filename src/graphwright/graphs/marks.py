@@ -17,6 +17,8 @@ from torch.autograd import profiler
 # What Nsight Systems sets in processes that it profiles, and the user's own switch.
 _SESSION, _SWITCH = "NSYS_PROFILING_SESSION_ID", "GRAPHWRIGHT_NVTX"
 _NVTX = _SESSION in os.environ or os.environ.get(_SWITCH) == "1"
+# From which level on torch.profiler's library prints to stderr; of 6 there is nothing.
+_KINETO, _NOTHING = "KINETO_LOG_LEVEL", "6"
 
 
 def wanted() -> bool:
@@ -33,3 +35,19 @@ def mark(name: str) -> Iterator[None]:
         if _NVTX and torch.cuda.is_initialized():
             stack.enter_context(torch.cuda.nvtx.range(name.replace("{", "(").replace("}", ")")))
         yield
+
+
+@contextlib.contextmanager
+def silent_profiler() -> Iterator[None]:
+    """Have a torch.profiler that starts inside the block print nothing of its own.
+
+    The first one of a process decides for all that follow. What the user has chosen stays.
+    """
+    if _KINETO in os.environ:
+        yield
+        return
+    os.environ[_KINETO] = _NOTHING
+    try:
+        yield
+    finally:
+        os.environ.pop(_KINETO, None)

@@ -29,6 +29,8 @@ from .custom.sources import Unit
 
 _SOURCE = Path(watch.__file__).parent / "checks.cpp"
 _NAME = "the checks in C++"
+# What `provide` says where there are none yet, and none are to be built.
+NOT_BUILT = "not built yet"
 _LOCK = threading.Lock()
 _FLAGS = Flags(cpp=("-O2",))
 # What builds them in a process of its own, of lower priority than what it goes on beside.
@@ -116,7 +118,7 @@ def provide(*, build: bool = True, quiet: bool = True) -> str | None:
             if path is None and build:
                 path = library(unit, _NAME, _FLAGS, quiet=quiet, alone=True)
             if path is None:
-                return "not built yet"
+                return NOT_BUILT
             return _load(path)
     except GraphwrightError as error:
         return in_a_row(error)

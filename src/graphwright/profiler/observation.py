@@ -52,8 +52,9 @@ class Operation:
         module: the module whose code runs it; empty where there is none.
         line: of the user's source; None where there is none.
         nbytes: bytes that it has to read and write.
-        flops: of matrix products and convolutions by PyTorch's own formulas; 0 for elementwise
-            operations, which are not counted; None for operations of others, which have no formula.
+        flops: of matrix products and convolutions, also of those inside of fused operators; 0 for
+            elementwise operations, which are not counted; None for operations of others, which have
+            no formula.
         dtype: of its first tensor, such as "float32"; empty without tensors.
         precision: what products are computed in, "tf32" where that is on.
         shapes: of its tensors.
@@ -119,12 +120,12 @@ class Observer(OperationMode):
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
-        from torch.utils.flop_counter import flop_registry  # It is imported for profiles only.
+        from .flops import formulas  # What it imports takes long, and is for profiles only.
 
         self.operations: list[Operation] = []
         self.samples: dict[int, Sample] = {}
         self.waits: list[tuple[Line | None, str]] = []
-        self._formulas = flop_registry
+        self._formulas = formulas()
         self._names = names
         self._forward: dict[int, tuple[str, Line | None]] = {}
 
@@ -152,7 +153,7 @@ class Observer(OperationMode):
                 flops,
                 dtype,
                 _precision(func, first, dtype),
-                tuple(tuple(tensor.shape) for tensor in given or made),
+                tuple(map(_shape, given or made)),
                 _is_view(func),
                 reads_values(func, args, kwargs),
                 _copies(func, args, given, made),
@@ -272,6 +273,11 @@ def _is_view(func: Any) -> bool:
         return True
     returns = func._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape; of a nested one, whose parts differ, how many there are."""
+    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
 
 
 def _size(tensor: torch.Tensor) -> int:

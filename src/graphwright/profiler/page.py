@@ -47,12 +47,10 @@ def to_page(profile: ProfileData, measured: Sequence[Measured], bars: Sequence[B
 
 def _tiles(profile: ProfileData) -> list[Tile]:
     times = profile.times
-    found = [
-        Tile("a call", duration(times.call_s),
-             f"{duration(times.low_s)} to {duration(times.high_s)}, {times.calls} calls"),
-        Tile("fastest call", duration(times.fastest_s)),
-    ]  # fmt: skip
-    if profile.device != "cpu":
+    on_gpu = profile.device != "cpu"
+    which = f"{duration(times.low_s)} to {duration(times.high_s)}" if on_gpu else "the fastest"
+    found = [Tile("a call", duration(profile.call_s), f"{which} of {times.calls} calls")]
+    if on_gpu:
         found.append(Tile("the host's part", duration(times.host_s)))
     applying = [remedy for remedy in profile.remedies if remedy.applies]
     if applying:
@@ -123,7 +121,7 @@ def _gains(name: str, remedies: Sequence[Remedy]) -> Html:
                 [Group("", lines)], "times as fast", "{:.3g}×".format,
                 reference=(1.0, "now"))  # fmt: skip
     colors = [(CHOSEN, "by itself"), ("s1", "beside a graph")]
-    return figure("What remedies can give", plot, "Each bar is a range; the dashed line is now.",
+    return figure("What remedies can give", plot, "Each bar is a range; the upright line is now.",
                   legend(colors) if graphs else "")  # fmt: skip
 
 
@@ -189,7 +187,7 @@ def _roofs(profile: ProfileData) -> Html:
 
 def to_short_html(profile: ProfileData) -> str:
     """A profile for a notebook: the verdict, shares and remedies; without colours of its own."""
-    heading = f"{profile.name}: {duration(profile.times.call_s)} a call"
+    heading = f"{profile.name}: {duration(profile.call_s)} a call"
     shares = [
         f"{cause} {share:.0%}" for cause, share in profile.verdict.shares.items() if share >= 0.005
     ]

@@ -103,7 +103,7 @@ class Profile(ProfileData):
 
     def __repr__(self) -> str:
         causes = " or ".join(map(str, self.verdict.causes))
-        return f"<Profile {self.name}, {self.times.call_s * 1e3:.3g} ms a call, bound by {causes}>"
+        return f"<Profile {self.name}, {self.call_s * 1e3:.3g} ms a call, bound by {causes}>"
 
 
 def _write(file: str | Path, text: str) -> None:

@@ -49,6 +49,14 @@ class ProfileData:
     _measured: tuple[Measured, ...] = field(default=(), repr=False)
     _events: Sequence[Event] = field(default=(), repr=False)
 
+    @property
+    def call_s(self) -> float:
+        """Seconds of a call: the median on a GPU; on a CPU, as other work only adds, the fastest.
+
+        What else is in seconds here is a part of it.
+        """
+        return self.figures.call_s
+
     def table(self, by: str = "operation") -> list[Row]:
         """The call's operations by "module", "operation" or "line", the longest first.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .flops import holds_products
 from .observation import Operation
 from .roofs import Roofs
 from .timing import CROWDED, ThreadTimes
@@ -233,11 +234,16 @@ def removable_by_fusion(known: Known) -> tuple[float, float]:
         less, fewer = _saved_in(chain, before, known)
         saved, removed = saved + less, removed + fewer
         chain, before = [], operation
-        if operation.flops and "convolution" not in operation.name:
+        if _is_product(operation) and "convolution" not in operation.name:
             split = known.launches.get(index, 1) - 1
             saved += known.seconds.get(index, 0.0) * min(0.5, _MERGED + _SPLIT * split)
     less, fewer = _saved_in(chain, before, known)
     return saved + less, removed + fewer
+
+
+def _is_product(operation: Operation) -> bool:
+    """Whether it is a product that others can be merged with, and what follows it."""
+    return bool(operation.flops) and not holds_products(operation.name)
 
 
 def _saved_in(chain: Sequence[int], before: Operation | None, known: Known) -> tuple[float, float]:
@@ -251,7 +257,7 @@ def _saved_in(chain: Sequence[int], before: Operation | None, known: Known) -> t
             chain = chain[1:]
         into = _INTO_CONVOLUTION
     else:
-        into = _INTO_PRODUCT if before is not None and before.flops else 0.0
+        into = _INTO_PRODUCT if before is not None and _is_product(before) else 0.0
     times = [known.seconds.get(index, 0.0) for index in chain]
     if times:
         saved += sum(times) - (1 - into) * max(times)
@@ -282,12 +288,7 @@ def _form(name: str, figures: GpuFigures, graphed_s: float | None, known: Known)
     """A remedy whose gain on products and convolutions was measured one by one."""
     trial = known.trials.get(name)
     if trial is None:
-        reasons = {
-            CHANNELS_LAST: "no convolutions that take time in the other layout",
-            TF32: "no products in float32 without it",
-            BF16: "no products in float32",
-        }
-        return Remedy(name, 1.0, 1.0, reasons[name])
+        return Remedy(name, 1.0, 1.0, _why_not_tried(name, known.operations))
     saved = trial.before_s - trial.after_s
     around = _APART * trial.after_s
     low, high = saved - around, saved + around
@@ -305,6 +306,18 @@ def _form(name: str, figures: GpuFigures, graphed_s: float | None, known: Known)
         how += "; without what changes of layout may cost"
     first, last, under = _range(figures, graphed_s, (low, high))
     return Remedy(name, first, last, how, under)
+
+
+def _why_not_tried(name: str, operations: Sequence[Operation]) -> str:
+    if name == CHANNELS_LAST:
+        return "no convolutions that take time in the other layout"
+    products = [each for each in operations if each.flops and each.dtype == "float32"]
+    if name == TF32:
+        products = [each for each in products if each.precision != "tf32"]
+    if not products:
+        return "no products in float32" + " without it" * (name == TF32)
+    names = ", ".join(sorted({each.name for each in products}))
+    return f"products in float32 that do not run by themselves in {name}: {names}"
 
 
 def _batch(call_s: float, device_s: float, parts: Mapping[Cause, float]) -> Remedy:

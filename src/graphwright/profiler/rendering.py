@@ -20,14 +20,13 @@ _BAR = 24
 
 def to_text(profile: ProfileData) -> str:
     """All that a person wants to see of a profile."""
-    times = profile.times
     where = profile.roofs.device
     if profile.device == "cpu":
         threads = profile.roofs.threads
         where += f", {counted(threads, 'thread')}"
     what = "forward and backward" if profile.training else "forward"
     parts = [
-        *_wrapped(f"{profile.name}, {what}: {duration(times.call_s)} a call on {where}"),
+        *_wrapped(f"{profile.name}, {what}: {duration(profile.call_s)} a call on {where}"),
         "",
         *_wrapped(profile.verdict.text),
     ]

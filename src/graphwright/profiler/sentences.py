@@ -57,16 +57,17 @@ def _on_gpu(figures: GpuFigures, trace: Traced) -> str:
 
 
 def _on_cpu(figures: CpuFigures) -> str:
+    call_s = max(figures.call_s, 1e-12)
+    parts = sum(figures.parts.values()), figures.dispatch_s, figures.python_s
+    work, starting, python = (f"{part / call_s:.0%}" for part in parts)
     text = (
-        f"Of the fastest call, {duration(figures.call_s)}, operations compute and move data for "
-        f"{duration(sum(figures.parts.values()))}, starting them takes "
-        f"{duration(figures.dispatch_s)}, Python between them {duration(figures.python_s)}."
+        f"Operations compute and move data for {work} of it, starting them takes {starting}, "
+        f"Python between them {python}."
     )
     threads = figures.threads
     if threads is not None and threads.best != threads.current:
         text += (
             f" With {counted(threads.best, 'thread')} in place of "
-            f"{threads.current} it takes {duration(threads.seconds[threads.best])}, not "
-            f"{duration(threads.seconds[threads.current])}."
+            f"{threads.current} it is {threads.gain:.2f} times as fast."
         )
     return text

@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from ..errors import GraphwrightError, first_line
+from ..graphs.marks import silent_profiler
 from .observation import MARK, Marker, Operation
 from .subject import Subject
 
@@ -105,7 +106,7 @@ def traced(subject: Subject) -> Traced:
         warnings.simplefilter("ignore")
         file = Path(folder) / "trace.json"
         try:
-            with torch.profiler.profile(activities=activities) as profiler:
+            with silent_profiler(), torch.profiler.profile(activities=activities) as profiler:
                 _run(subject, cuda)
             profiler.export_chrome_trace(str(file))
             events = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]

@@ -359,7 +359,7 @@ def _overview(cases: Sequence[Case], kind: str) -> Html:
         colors.append(("s1", "best other way"))
     headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
                 "vs eager", "vs other"]  # fmt: skip
-    found = [figure("Times as fast as eager", plot, "The dashed line is eager.", legend(colors))]
+    found = [figure("Times as fast as eager", plot, "The upright line is eager.", legend(colors))]
     found += _memory_of_all(cases, kind)
     # Without other ways their columns are empty.
     kept = [i for i in range(len(headings)) if any(line[i] != NO_FIGURE for line in cells)]

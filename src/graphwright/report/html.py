@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from .markup import element
-from .result import Results, Row
-from .table import blocks, closing, columns, explanations, shapes, title
+from .result import Results
+from .table import closing, columns, explanations, footnotes, shapes, title, tried
 
 
 def to_html(report: Results) -> str:
-    """Title, the choice, the tables with all their columns; explanations and the machine folded.
+    """Title, the choice, the table with all its columns; explanations and the machine folded.
 
     It has no colours of its own, and so is readable in a dark notebook too.
     """
@@ -20,12 +20,13 @@ def to_html(report: Results) -> str:
         parts.append("<p><em>Interrupted: these are the results so far.</em></p>")
     if report.reason:
         parts.append(f"<p>{escape(report.reason)}</p>")
-    for block in blocks(report):
-        if block.heading:
-            parts.append(f"<p><em>{escape(block.heading)}:</em></p>")
-        shown = columns(report, block.rows)
-        cells = [[column.cell(report, row) for column in shown] for row in block.rows]
-        parts.append(_table([c.heading for c in shown], cells, _chosen(report, block.rows)))
+    rows = tried(report)
+    shown = columns(report, rows)
+    if shown:
+        cells = [[column.cell(report, row) for column in shown] for row in rows]
+        chosen = next((i for i, row in enumerate(rows) if row.strategy == report.chosen), None)
+        parts.append(_table([c.heading for c in shown], cells, chosen))
+    parts += [f"<p>{escape(line)}</p>" for line in footnotes(report, rows)]
     headings, *by_shape = shapes(report) or [[]]
     if by_shape:
         parts.append(_table(headings, by_shape, None))
@@ -40,10 +41,6 @@ def short_table(title: str, pairs: Iterable[tuple[str, str]]) -> str:
     """A title with a few names and their values, for a notebook; without colours of its own."""
     rows = (element("tr", element("th", name), element("td", value)) for name, value in pairs)
     return element("div", element("strong", title), element("table", element("tbody", *rows)))
-
-
-def _chosen(report: Results, rows: Sequence[Row]) -> int | None:
-    return next((i for i, row in enumerate(rows) if row.strategy == report.chosen), None)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], emphasized: int | None) -> str:

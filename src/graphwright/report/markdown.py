@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from .result import Results, Row
-from .table import blocks, closing, columns, explanations, shapes, title
+from .result import Results
+from .table import closing, columns, explanations, footnotes, shapes, title, tried
 
 
 def to_markdown(report: Results) -> str:
-    """Title, the tables with all their columns, the choice, explanations and the machine."""
-    lines = [f"### {title(report)}", ""]
-    for block in blocks(report):
-        if block.heading:
-            lines += [f"{block.heading}:", ""]
-        lines += [*_table(report, block.rows), ""]
+    """Title, the table with all its columns, the choice, explanations and the machine."""
+    lines = [f"### {title(report)}", "", *_table(report), ""]
     headings, *by_shape = shapes(report) or [[]]
     if by_shape:
         lines.append("| " + " | ".join(map(_escaped, headings)) + " |")
@@ -31,18 +27,23 @@ def to_markdown(report: Results) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _table(report: Results, rows: list[Row]) -> list[str]:
+def _table(report: Results) -> list[str]:
+    rows = tried(report)
     shown = columns(report, rows)
+    if not shown:
+        return []
+    texts = ("strategy", "status")
     lines = [
         "| " + " | ".join(column.heading for column in shown) + " |",
-        "| " + " | ".join("---" if i < 2 else "---:" for i in range(len(shown))) + " |",
+        "| " + " | ".join("---" if c.heading in texts else "---:" for c in shown) + " |",
     ]
     for row in rows:
         cells = [_escaped(column.cell(report, row)) for column in shown]
         if row.strategy == report.chosen:
-            cells[:2] = [f"**{cells[0]}**", "**chosen**"]
+            cells = [f"**{c}**" if s.heading in texts else c
+                     for c, s in zip(cells, shown, strict=True)]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
-    return lines
+    return [*lines, *(f"\n{line}" for line in map(_escaped, footnotes(report, rows)))]
 
 
 def _escaped(text: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 # Elements without an end tag.
-_VOID = ("br", "hr", "img", "input", "link", "meta")
+_VOID = ("br", "hr", "img", "input", "link", "meta", "wbr")
 # The factors of units in cells, for sorting: seconds, bytes, operations a second.
 _UNITS = {
     "s": 1.0,
@@ -25,6 +25,8 @@ _UNITS = {
 }
 _FIGURE = re.compile(r"~?\s*([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*([a-zµA-Z]*)")
 _TAG = re.compile(r"<[^>]*>")
+# Behind which a long name may be broken.
+_JOINT = re.compile(r"(?<=[+:/_.])(?=\w)")
 # A cell with more characters than this has lines of a fair width.
 _LONG = 40
 _WORDS = {"at once": 0.0, "never": math.inf}
@@ -106,7 +108,10 @@ def table(
     body = join(
         element(
             "tr",
-            *(_cell(cell, figure=column >= texts) for column, cell in enumerate(row)),
+            *(
+                _cell(cell, figure=column >= texts, name=not column)
+                for column, cell in enumerate(row)
+            ),
             class_="chosen" if number == emphasized else None,
         )
         for number, row in enumerate(rows)
@@ -120,8 +125,10 @@ def table(
     return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label="Table")
 
 
-def _cell(text: str, *, figure: bool) -> Html:
+def _cell(text: str, *, figure: bool, name: bool) -> Html:
     key = sort_key(text) if figure else None
+    if name and not isinstance(text, Html):
+        text = join(_JOINT.split(text), element("wbr"))
     sorted_by = None if key is None else repr(key)
     kind = "figure" if figure else "prose" if len(_TAG.sub("", text)) > _LONG else None
     return element("td", text, class_=kind, data_sort=sorted_by)

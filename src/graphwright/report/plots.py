@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import math
 import re
 import threading
@@ -346,7 +347,7 @@ def rows(
             axes.set_xlim(min(positive) / 1.8, max(positive) * 1.8)
         else:
             axes.set_xlim(*_span(groups, ends))
-        at = 0.0
+        at, bands = 0.0, []
         for group in groups:
             if group.heading:
                 axes.text(0, at + 15, group.heading, color=MUTED, style="italic",
@@ -354,17 +355,30 @@ def rows(
                 at += _HEADING
             for line in group.lines:
                 _row(axes, line, at, dots=dots)
-                at += _TEXT_HEIGHT + _MARK_HEIGHT * len(line.marks) + _GAP
+                high = _MARK_HEIGHT * len(line.marks)
+                if high:
+                    bands.append((at + _TEXT_HEIGHT, at + _TEXT_HEIGHT + high + _GAP / 2))
+                at += _TEXT_HEIGHT + high + _GAP
         axes.set_ylim(at, 0)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
-        axes.grid(axis="x")
         _ticks(axes, form, logarithmic=log_axis, binary=binary)
         axes.set_xlabel(axis)
+        left, right = axes.get_xlim()
+        ticks = [float(tick) for tick in axes.get_xticks() if left <= tick <= right]
+        _upright(axes, ticks, bands, color=LINE, linewidth=0.8, zorder=0)
         if reference is not None:
-            axes.axvline(reference[0], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+            _upright(axes, reference[:1], bands, color=MUTED, linewidth=1.2, zorder=1)
 
     return draw(name, label, height, paint, alone=alone)
+
+
+def _upright(
+    axes: Axes, xs: Sequence[float], bands: Sequence[tuple[float, float]], **style: Any
+) -> None:
+    """Upright lines that are interrupted between some bands, where there is text."""
+    ends = [(x, y) for x in xs for band in bands for y in (*band, math.nan)]
+    axes.plot([x for x, _ in ends], [y for _, y in ends], scalex=False, scaley=False, **style)
 
 
 def _ends(groups: Sequence[Group], reference: tuple[float, str] | None) -> list[float]:
@@ -455,7 +469,6 @@ class Point:
     y: float
     color: str = "s1"
     strong: bool = False
-    hollow: bool = False
 
 
 def tradeoff(
@@ -468,6 +481,7 @@ def tradeoff(
     y_form: Callable[[float], str],
     *,
     binary: bool = False,
+    gain: bool = False,
 ) -> Html:
     """Points of which less is better both ways, with the line of those that none beats in both.
 
@@ -480,92 +494,131 @@ def tradeoff(
         x_form: a figure as text.
         y_form: likewise.
         binary: whether the vertical figures are bytes, whose round numbers are powers of two.
+        gain: whether more is better across.
     """
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         _scale(axes, "x", [p.x for p in points])
         _scale(axes, "y", [p.y for p in points])
-        axes.grid(visible=True)
-        front = _front(points)
-        if len(front) > 1:
-            axes.step([p.x for p in front], [p.y for p in front], where="post", color=MUTED,
-                      linewidth=1, linestyle=(0, (4, 3)), zorder=1)  # fmt: skip
-        for point in points:
-            ink = color(point.color)
-            (drawn,) = axes.plot([point.x], [point.y], "o", color=ink, markersize=8,
-                                 markeredgewidth=1.5,
-                                 markerfacecolor=PAPER if point.hollow else ink)  # fmt: skip
+        front = _front(points, gain=gain)
+        line = _stairs([(p.x, p.y) for p in front])
+        axes.plot([x for x, _ in line], [y for _, y in line], color=MUTED, linewidth=1,
+                  linestyle=(0, (4, 3)), zorder=1)  # fmt: skip
+        ordered = sorted(points, key=lambda p: (not p.strong, p not in front))
+        for point in reversed(ordered):
+            (drawn,) = axes.plot([point.x], [point.y], "o", color=color(point.color), markersize=8)
             hint(drawn, f"{point.name}: {x_form(point.x)}, {y_form(point.y)}")
         _ticks(axes, x_form, logarithmic=axes.get_xscale() == "log")
         _ticks(axes, y_form, logarithmic=axes.get_yscale() == "log", which="y", binary=binary)
         axes.set_xlabel(x_axis)
         axes.set_ylabel(y_axis)
-        ordered = sorted(points, key=lambda p: (not p.strong, p not in front))
-        _labels(figure, axes, [(p.name, p.x, p.y, p.color) for p in ordered])
+        _labels(figure, axes, [(p.name, p.x, p.y, p.color) for p in ordered], [line])
 
     return draw(name, label, 290, paint)
+
+
+# The shares of a scale that are left free at its ends: a name needs more room at the right.
+_ROOM = {"x": (0.08, 0.36), "y": (0.16, 0.2)}
 
 
 def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
     """A scale on which all figures can be told apart, with room for names."""
     low, high = min(values), max(values)
     limits = axes.set_xlim if which == "x" else axes.set_ylim
+    below, above = _ROOM[which]
     if low > 0 and high / low > _FAR_APART:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-        room = (high / low) ** 0.12 * 1.25
-        limits(low / room, high * room)
+        span = high / low
+        limits(low / (span**below * 1.1), high * span**above * 1.1)
     else:
-        room = (high - low or abs(high) or 1.0) * 0.16
-        limits(max(0.0, low - room) if low >= 0 else low - room, high + room)
+        span = high - low or abs(high) or 1.0
+        limits(
+            max(0.0, low - below * span) if low >= 0 else low - below * span, high + above * span
+        )
 
 
-def _front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other point beats in one and equals in the other, by x."""
+def _front(points: Sequence[Point], *, gain: bool) -> list[Point]:
+    """Those that no other point beats in one and equals in the other, the best across first."""
     found: list[Point] = []
-    for point in sorted(points, key=lambda p: (p.x, p.y)):
+    for point in sorted(points, key=lambda p: (-p.x if gain else p.x, p.y)):
         if not found or point.y < found[-1].y:
             found.append(point)
     return found
 
 
-# Where a name may stand: how far from its point, and which of its corners is there.
+def _stairs(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The corners of a line that stays at a place's height until it is at the next place."""
+    found = list(places[:1])
+    for (_, before), (x, y) in itertools.pairwise(places):
+        found += [(x, before), (x, y)]
+    return found
+
+
+# Where a name may stand: how far from its point, and which of its corners is there. What is far has
+# a line that leads to it.
 _PLACES = (
     *((8, 0, "left", "center"), (-8, 0, "right", "center")),
     *((0, 8, "center", "bottom"), (0, -8, "center", "top")),
-    *((6, 8, "left", "bottom"), (6, -8, "left", "top")),
-    *((-6, 8, "right", "bottom"), (-6, -8, "right", "top")),
-    *((8, 18, "left", "bottom"), (8, -18, "left", "top")),
-    *((-8, 18, "right", "bottom"), (-8, -18, "right", "top")),
-    *((8, 32, "left", "bottom"), (8, -32, "left", "top")),
-    *((-8, 32, "right", "bottom"), (-8, -32, "right", "top")),
+    *((-20, 8, "left", "bottom"), (-20, -8, "left", "top")),
+    *((20, 8, "right", "bottom"), (20, -8, "right", "top")),
+    *(
+        (right, up, "left" if right > 0 else "right", "bottom" if up > 0 else "top")
+        for across, high in ((6, 8), (8, 18), (8, 32), (16, 46), (30, 18), (30, 32), (46, 60))
+        for right in (across, -across)
+        for up in (high, -high)
+    ),
 )
-# The same where lines lead away from points to both sides.
-_APART = tuple(place for place in _PLACES if place[1])
+_FAR = 10
 
 
 def _labels(
     figure: Figure,
     axes: Axes,
     items: Sequence[tuple[str, float, float, str]],
-    places: Sequence[tuple[int, int, str, str]] = _PLACES,
+    lines: Sequence[Sequence[tuple[float, float]]],
 ) -> None:
-    """Names beside their points, none over another or a point; those without room are left out."""
+    """Names beside their points, none over a name, a point or a line; the rest are left out.
+
+    Args:
+        figure: what is drawn.
+        axes: in it.
+        items: a name, its place and its colour, the most important first.
+        lines: through these places.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.path import Path
     from matplotlib.transforms import Bbox
 
     measuring: Any = FigureCanvasAgg(figure)  # Its methods have no annotations.
     renderer = measuring.get_renderer()
     figure.draw_without_rendering()
     inside = axes.get_window_extent(renderer)
-    taken: list[Bbox] = []
+    drawn = [Path(axes.transData.transform(line)) for line in lines if len(line) > 1]
+    dots: list[Bbox] = []
     for _, x, y, _ in items:
-        across, up = axes.transData.transform((x, y))
-        taken.append(Bbox.from_bounds(across - 5, up - 5, 10, 10))
-    for name, x, y, tone in items:
+        across, above = axes.transData.transform((x, y))
+        dots.append(Bbox.from_bounds(across - 5, above - 5, 10, 10))
+    names: list[Bbox] = []
+
+    def fits(box: Bbox, lead: Path | None, own: Bbox) -> bool:
+        if not (inside.x0 <= box.x0 and box.x1 <= inside.x1):
+            return False
+        if not (inside.y0 <= box.y0 and box.y1 <= inside.y1):
+            return False
+        if any(box.overlaps(dot) for dot in dots):
+            return False
+        if any(box.padded(5, 0).overlaps(other) for other in names):
+            return False
+        if any(path.intersects_bbox(box, filled=False) for path in drawn):
+            return False
+        others = (*names, *(dot for dot in dots if dot is not own))
+        return lead is None or not any(lead.intersects_bbox(each, filled=False) for each in others)
+
+    for (name, x, y, tone), own in zip(items, dots, strict=True):
         chosen = tone == CHOSEN
-        for right, up, horizontal, vertical in places:
-            far = abs(up) > 10
+        for right, up, horizontal, vertical in _PLACES:
+            far = abs(up) > _FAR
             text = axes.annotate(
                 short(name, 30),
                 (x, y),
@@ -576,16 +629,26 @@ def _labels(
                 fontsize=SIZE - 1,
                 color=color(CHOSEN) if chosen else INK,
                 weight="bold" if chosen else "normal",
-                arrowprops={"arrowstyle": "-", "color": LINE, "shrinkB": 4} if far else None,
             )
             text.set_in_layout(False)
-            box = text.get_window_extent(renderer)
-            fits = inside.x0 <= box.x0 and box.x1 <= inside.x1
-            fits = fits and inside.y0 <= box.y0 and box.y1 <= inside.y1
-            if fits and not any(box.overlaps(other) for other in taken):
-                taken.append(box)
+            # A browser's font may be a little wider.
+            box = text.get_window_extent(renderer).expanded(1.08, 1.0)
+            across, above = axes.transData.transform((x, y))
+            lead = Path([(across, above), (across + right, above + up)]) if far else None
+            if fits(box, lead, own):
+                names.append(box)
+                if lead is not None:
+                    _lead(axes, (x, y), (right, up))
+                    drawn.append(lead)
                 break
             text.remove()
+
+
+def _lead(axes: Axes, place: tuple[float, float], offset: tuple[int, int]) -> None:
+    """A line that leads from a point to its name."""
+    style = {"arrowstyle": "-", "color": LINE, "shrinkA": 0, "shrinkB": 4}
+    line = axes.annotate("", place, offset, textcoords="offset points", arrowprops=style)
+    line.set_in_layout(False)
 
 
 # ------------------------------------------------------------ curves
@@ -628,13 +691,15 @@ def curves(
         names: texts beside some points.
         floating: whether the vertical axis need not begin at zero.
     """
+    lines = [[*zip(curve.xs, curve.ys, strict=True)] for curve in found]
+    lines = [_stairs(line) for line in lines] if steps else lines
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
-        axes.grid(visible=True)
-        for curve in found:
-            (drawn,) = axes.plot(curve.xs, curve.ys, color=color(curve.color), linewidth=2,
-                                 drawstyle="steps-post" if steps else "default")  # fmt: skip
+        axes.grid(visible=not names)
+        for curve, line in zip(found, lines, strict=True):
+            (drawn,) = axes.plot([x for x, _ in line], [y for _, y in line],
+                                 color=color(curve.color), linewidth=2)  # fmt: skip
             hint(drawn, curve.name)
         for what, x, y in names:
             (drawn,) = axes.plot([x], [y], "o", color=color(found[0].color), markersize=7)
@@ -647,6 +712,6 @@ def curves(
         _ticks(axes, y_form, which="y")
         axes.set_xlabel(x_axis)
         axes.set_ylabel(y_axis)
-        _labels(figure, axes, [(what, x, y, PLAIN) for what, x, y in names], _APART)
+        _labels(figure, axes, [(what, x, y, PLAIN) for what, x, y in names], lines)
 
     return draw(name, label, 260, paint)

@@ -71,7 +71,7 @@ class Report(Results):
             import pandas
         except ImportError as error:
             raise GraphwrightError(
-                "A report becomes a data frame by pandas, which is not installed.",
+                "to_frame() needs pandas, which is not installed.",
                 remedy="pip install pandas, or use to_dict().",
             ) from error
         found: DataFrame = pandas.DataFrame([self._record(row) for row in ordered(self)])

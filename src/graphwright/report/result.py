@@ -96,6 +96,11 @@ class Row:
         """The measurement of the final rounds, or else of the screening."""
         return self.final or self.screening
 
+    @property
+    def setup_alone_s(self) -> float | None:
+        """Seconds of its set-up if nothing else shares a build with it."""
+        return None if self.setup_s is None else self.setup_s + self.build_s
+
 
 @dataclass
 class Shape:
@@ -160,7 +165,8 @@ class Results:
     `recalled` says when the choice was made if it comes from the choice cache. `curve` says when
     the search had found something better than all before. `host_s` is what the host needs for a
     call, if that is known, and `input_bytes` the size of its tensors: what bounds follow from.
-    `predictions` are there if the model was profiled before.
+    `predictions` are there if the model was profiled before. `left_out` names the variations of the
+    inputs that no candidate was verified with, since eager does not survive them.
     """
 
     model: str
@@ -181,6 +187,7 @@ class Results:
     host_s: float | None = None
     input_bytes: int = 0
     predictions: list[Prediction] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy, by name."""
@@ -195,6 +202,15 @@ class Results:
     def figure(self) -> str:
         """The figure that ratios are of: "throughput" if that is the objective, else "latency"."""
         return "throughput" if self.objective == "throughput" else "latency"
+
+    @property
+    def own_error(self) -> ErrorMeasure | None:
+        """Eager's own error: the largest over all inputs, as every other row's is.
+
+        `eager_error` is what the limits of candidates follow from, and counts all inputs together.
+        """
+        row = self.row(EAGER)
+        return self.eager_error if row is None or row.error is None else row.error
 
     def ratios(self, row: Row, other: str = EAGER) -> list[float]:
         """Time of a row relative to another's, one figure per round of the same set of rounds.
@@ -257,7 +273,7 @@ class Results:
         mine = row.measurement.typical(self.figure).median
         # The other's time follows from the ratio, so that both belong to the same rounds.
         theirs = mine / statistics.median(ratios)
-        mine_s, theirs_s = ((one.setup_s or 0.0) + one.build_s for one in (row, peer))
+        mine_s, theirs_s = (one.setup_alone_s or 0.0 for one in (row, peer))
         return break_even(mine_s, mine, theirs_s, theirs)
 
     # ------------------------------------------------------------ JSON
@@ -277,18 +293,18 @@ class Results:
         """Read what `to_json` wrote.
 
         Raises:
-            GraphwrightError: the text is no report, or of a schema that this version cannot read.
+            GraphwrightError: the text is not a report, or has a schema that cannot be read.
         """
         try:
             data = json.loads(text)
         except (ValueError, TypeError, RecursionError) as error:
             raise GraphwrightError(
-                f"The text of the report is no JSON: {error}.",
+                f"The report is not valid JSON: {error}.",
                 remedy="Reports are written by `graphwright tune --json FILE`.",
             ) from error
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             raise GraphwrightError(
-                "This is no report of graphwright tune.",
+                "This is not a report of graphwright tune.",
                 remedy="Reports are written by `graphwright tune --json FILE`.",
             )
         version = data.pop("schema_version", None)
@@ -311,8 +327,9 @@ class Results:
                 predictions=predictions,
                 **data,
             )
-            if type(report.notes) is not list or not all(type(n) is str for n in report.notes):
-                raise TypeError("its notes are no texts")
+            for texts in (report.notes, report.left_out):
+                if type(texts) is not list or not all(type(text) is str for text in texts):
+                    raise TypeError("its notes are no texts")
             report.check()
             return report
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

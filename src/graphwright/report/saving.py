@@ -23,7 +23,7 @@ def save_as(path: str | os.PathLike[str], makers: Mapping[str, Callable[[], str]
     if suffix not in makers:
         *others, last = makers
         raise GraphwrightError(
-            f"{os.fspath(path)} cannot be written: its suffix names no form that is known.",
+            f"{os.fspath(path)} cannot be written: its suffix is not one of those known.",
             remedy=f"End it with {', '.join(others)} or {last}.",
         )
     text = makers[suffix]()

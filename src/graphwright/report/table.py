@@ -11,9 +11,7 @@ from .result import COMPILE_DEFAULT, EAGER, Results, Row, Status
 
 # What a cell shows that has nothing to show.
 NO_FIGURE = "–"
-SCREENED = (
-    "Rows marked ~ are screening results without per-call checks; do not compare them directly."
-)
+SCREENED = "Rows marked ~ were timed only against eager: compare their factor, not their latency."
 _ORDER = list(Status)
 
 
@@ -26,35 +24,32 @@ class Column:
     priority: int
 
 
-@dataclass(frozen=True)
-class Block:
-    """Rows whose figures can be compared with each other, best first."""
-
-    heading: str
-    rows: list[Row]
-
-
-def blocks(report: Results) -> list[Block]:
-    """The finalists, timed together; then all others, whose figures are of their screening."""
-    finalists = [row for row in report.rows if row.final is not None]
-    others = [row for row in report.rows if row.final is None]
-    found = []
-    if finalists:
-        heading = "Finalists: timed together, in turns, with per-call checks"
-        found.append(Block(heading, _sorted(report, finalists)))
-    if others:
-        heading = ""
-        if finalists:
-            heading = "Screening only: each timed in turns with eager, without per-call checks"
-            if not any(row.measurement for row in others):
-                heading = "Not timed"
-        found.append(Block(heading, _sorted(report, others)))
-    return found
-
-
 def ordered(report: Results) -> list[Row]:
-    """All rows as they are shown."""
-    return [row for block in blocks(report) for row in block.rows]
+    """All rows as they are shown: the choice first, then by status, the best figure first.
+
+    Times are compared by their ratio to eager, which is all that can be compared between rows that
+    were timed at different moments. Beside an unsteady eager the finalists' times come first.
+    """
+    eager = report.row(EAGER)
+    no_ratios = eager is None or not report.ratios(eager)
+
+    def key(row: Row) -> tuple[bool, int, bool, bool, float]:
+        apart = no_ratios and row.final is None
+        status = _ORDER.index(row.status)
+        return row.strategy != report.chosen, status, bool(row.unsteady), apart, _cost(report, row)
+
+    return sorted(report.rows, key=key)
+
+
+def _cost(report: Results, row: Row) -> float:
+    if report.objective == "memory":
+        return float(row.peak_bytes or 0)
+    if report.objective == "cold_start":
+        return math.inf if row.cold_start_s is None else row.cold_start_s
+    if ratios := report.ratios(row):
+        return statistics.median(ratios)
+    # Beside an unsteady eager there are only the times.
+    return math.inf if row.measurement is None else row.measurement.typical(report.figure).median
 
 
 def timed(report: Results) -> list[Row]:
@@ -62,23 +57,21 @@ def timed(report: Results) -> list[Row]:
     return [row for row in ordered(report) if row.measurement or row.cold_start_s is not None]
 
 
-def _sorted(report: Results, rows: list[Row]) -> list[Row]:
-    """Rows by status, the best by the report's objective first, unsteady ones last."""
+def tried(report: Results) -> list[Row]:
+    """The rows of a detailed table: all but those of which there is only a reason to tell."""
+    absent = (Status.UNAVAILABLE, Status.NOT_TRIED)
+    return [row for row in ordered(report) if row.status not in absent or not row.reason]
 
-    def key(row: Row) -> tuple[int, bool, float]:
-        cost = math.inf
-        if report.objective == "memory":
-            cost = float(row.peak_bytes or 0)
-        elif report.objective == "cold_start":
-            cost = math.inf if row.cold_start_s is None else row.cold_start_s
-        elif row.final is not None:
-            cost = row.final.typical(report.figure).median
-        elif ratios := report.ratios(row):
-            # Their times are of different moments: only the ratios can be compared.
-            cost = statistics.median(ratios)
-        return _ORDER.index(row.status), bool(row.unsteady), cost
 
-    return sorted(rows, key=key)
+def footnotes(report: Results, rows: list[Row]) -> list[str]:
+    """What the marks in a table of some rows mean."""
+    return [SCREENED] if any(_is_marked(report, row) for row in rows) else []
+
+
+def _is_marked(report: Results, row: Row) -> bool:
+    """Whether a row's figures are of its screening, and others' are not."""
+    screened = row.final is None and row.measurement is not None
+    return screened and any(other.final is not None for other in report.rows)
 
 
 def columns(report: Results, rows: list[Row]) -> list[Column]:
@@ -86,13 +79,12 @@ def columns(report: Results, rows: list[Row]) -> list[Column]:
     best = {"memory": "peak memory", "throughput": "calls/s"}.get(report.objective)
     found = [
         Column("strategy", lambda report, row: row.strategy, 0),
-        Column("status", _status, 4),
         Column("first answer", lambda report, row: _seconds(row.cold_start_s), 0),
         Column("latency", _latency, 1),
         Column("vs eager", lambda report, row: _speedup(report, row, EAGER), 1),
         Column("vs compile", lambda report, row: _speedup(report, row, COMPILE_DEFAULT), 5),
         Column("calls/s", _throughput, 6),
-        Column("set-up", lambda report, row: _seconds(row.setup_s), 2),
+        Column("set-up", lambda report, row: _seconds(row.setup_alone_s), 2),
         Column("break-even calls", lambda report, row: _break_even(report, row, EAGER), 8),
         Column(
             "break-even vs compile",
@@ -101,8 +93,12 @@ def columns(report: Results, rows: list[Row]) -> list[Column]:
         ),
         Column("peak memory", lambda report, row: memory(row.peak_bytes), 7),
         Column("error", _error, 3),
+        Column("status", _status, 4),
     ]
-    found = [replace(c, priority=0) if c.heading == best else c for c in found]
+    if best is not None:  # What was asked for is the first figure of a row.
+        first = next(c for c in found if c.heading == best)
+        found.remove(first)
+        found.insert(1, replace(first, priority=0))
     return [c for c in found if any(c.cell(report, row) != NO_FIGURE for row in rows)]
 
 
@@ -135,7 +131,12 @@ def _latency(report: Results, row: Row) -> str:
     if row.measurement is None:
         return NO_FIGURE
     samples = row.measurement.typical()
-    return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
+    return f"{mark(report, row)}{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
+
+
+def mark(report: Results, row: Row) -> str:
+    """What stands before the times of a row that cannot be compared with those of the others."""
+    return "~" if _is_marked(report, row) else ""
 
 
 def _speedup(report: Results, row: Row, other: str) -> str:
@@ -148,8 +149,12 @@ def _speedup(report: Results, row: Row, other: str) -> str:
 
 
 def _throughput(report: Results, row: Row) -> str:
-    if row.measurement is None:
-        return NO_FIGURE
+    return NO_FIGURE if row.measurement is None else mark(report, row) + calls_per_second(row)
+
+
+def calls_per_second(row: Row) -> str:
+    """Calls a second of a row that has been timed, issued back to back."""
+    assert row.measurement is not None
     rate = 1 / row.measurement.back_to_back.median
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
@@ -177,8 +182,10 @@ def explanations(report: Results) -> list[tuple[str, str]]:
     notes: dict[str, list[str]] = {}
     for row in ordered(report):
         again = f"To repeat: {row.repeat}" if row.repeat else ""
+        status = "" if row.status is Status.OK else f"{row.status}, "
         text = ". ".join(part.rstrip(".") for part in (row.reason, row.remedy, again) if part)
         if text:
+            text = status + text
             reasons.setdefault(text, []).append(row.strategy)
         if row.unsteady:
             notes.setdefault(f"unsteady, so not compared: {row.unsteady}", []).append(row.strategy)
@@ -205,35 +212,19 @@ def closing(report: Results) -> list[str]:
             "First answer: from the start of a fresh process to its first right answer, the "
             "shortest of several; compilers started with empty caches."
         )
-    saved = _saved(report)
-    if saved:
-        lines.append(f"Time saved against eager: {', '.join(saved)}.")
     if len(report.curve) > 1:
-        steps = [
-            f"{step.strategy} {ratio(step.speedup)} after {step.seconds:.0f} s"
-            for step in report.curve
-        ]
+        steps = [f"{step.strategy} after {step.seconds:.0f} s" for step in report.curve]
         lines.append(f"Best so far during the search: {', '.join(steps)}.")
-    if report.eager_error is not None:
+    if report.own_error is not None:
         lines.append(
             f"Error: root mean square relative to float64; eager's own is "
-            f"{report.eager_error.rms:.1e}."
+            f"{report.own_error.rms:.1e}."
         )
     kept = ("gpu", "processor", "threads", "torch", "cuda", "driver")
     machine = [f"{k} {report.environment[k]}" for k in kept if k in report.environment]
     if machine:
         lines.append(", ".join(machine) + f"; {report.created}, {report.seconds:.0f} s.")
     return lines
-
-
-def _saved(report: Results) -> list[str]:
-    """The share of eager's time that the first block's rows do without, the quickest first."""
-    found = []
-    for row in blocks(report)[0].rows if report.rows else []:
-        faster = report.speedup(row, EAGER)
-        if row.status is Status.OK and faster is not None and faster[0] > 1.005:
-            found.append(f"{row.strategy} {1 - 1 / faster[0]:.0%}")
-    return found
 
 
 def shapes(report: Results) -> list[list[str]]:

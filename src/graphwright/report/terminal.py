@@ -21,16 +21,16 @@ from rich.text import Text
 from ..errors import GraphwrightError
 from .result import Results, Row, Status
 from .table import (
-    SCREENED,
     Column,
-    blocks,
     closing,
     columns,
     explanations,
+    footnotes,
     ordered,
     shapes,
     timed,
     title,
+    tried,
 )
 
 _STYLES = {
@@ -75,38 +75,26 @@ def render(report: Results, width: int, *, details: bool = True) -> RenderableTy
 
 
 def _detailed_tables(report: Results, width: int) -> Iterator[RenderableType]:
-    for block in blocks(report):
-        if block.heading:
-            yield Text(f"{block.heading}:", style="italic")
-        rest = columns(report, block.rows)
-        while rest:
-            shown = _fitting(report, block.rows, rest, width)
-            yield _table(report, block.rows, shown)
-            others = [column for column in rest if column not in shown]
-            rest = [rest[0], *others] if others else []
+    """All columns, in several tables where one has no room for them."""
+    rows = tried(report)
+    rest = columns(report, rows)
+    while rows and rest:
+        shown = _fitting(report, rows, rest, width)
+        yield _table(report, rows, shown)
+        others = [column for column in rest if column not in shown]
+        rest = [rest[0], *others] if others else []
+    yield from (Text(line, style="dim") for line in footnotes(report, rows))
 
 
 def _short_table(report: Results, width: int) -> Iterator[RenderableType]:
-    """The rows with figures; ~ marks those whose figures are of their screening."""
+    """The rows with figures, and the columns that there is room for."""
     rows = timed(report)
     if rows:
         found = columns(report, rows)
         if all(row.status in (Status.OK, Status.SLOWER) and not row.unsteady for row in rows):
             found = [column for column in found if column.heading != "status"]
-        mixed = any(row.final for row in rows)
-        found = [_marked(column) if mixed else column for column in found]
         yield _table(report, rows, _fitting(report, rows, found, width))
-    if any(row.final for row in rows) and not all(row.final for row in rows):
-        yield Text(SCREENED, style="dim")
-
-
-def _marked(column: Column) -> Column:
-    def cell(report: Results, row: Row) -> str:
-        text = column.cell(report, row)
-        screened = row.final is None and row.measurement is not None
-        return f"~{text}" if screened and column.heading == "latency" else text
-
-    return Column(column.heading, cell, column.priority)
+    yield from (Text(line, style="dim") for line in footnotes(report, rows))
 
 
 def _short_notes(report: Results, width: int) -> Iterator[RenderableType]:
@@ -163,8 +151,9 @@ def show(report: Results, console: Console | None = None, *, details: bool = Tru
     """Print a report; without a terminal and COLUMNS, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
-        needed = [_width(report, b.rows, columns(report, b.rows)) for b in blocks(report)]
-        console = Console(file=console.file, width=_unseen_width(*needed))
+        rows = tried(report)
+        needed = _width(report, rows, columns(report, rows))
+        console = Console(file=console.file, width=_unseen_width(needed))
     console.print(render(report, console.width, details=details))
 
 

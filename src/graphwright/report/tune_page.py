@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,21 +15,23 @@ from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, note, page, para
 from .plots import Curve, Group, Line, Mark, Point, curves, rows, short, tradeoff
 from .result import EAGER, Results, Row, Status
 from .table import (
-    blocks,
+    calls_per_second,
     closing,
     columns,
     duration,
+    footnotes,
+    mark,
     memory,
     ordered,
     ratio,
     shapes,
     title,
+    tried,
 )
 
 # Shapes that a plot shows.
 _SHAPES = 24
 _FAULTS = (Status.WRONG, Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.MEMORY_EXCEEDED)
-_WITHOUT_FIGURES = (Status.UNAVAILABLE, Status.NOT_TRIED)
 
 
 def to_page(report: Results, *, with_samples: bool = False) -> str:
@@ -49,41 +51,29 @@ def to_page(report: Results, *, with_samples: bool = False) -> str:
         ", ".join(filter(None, (title(report).removeprefix(f"{report.model}, "), where))),
         verdict(report),
         sections(report, "tune", with_samples=with_samples),
-        more=report.reason,
         tiles=tiles(report),
         footer=closing(report)[-1] if report.environment else "",
     )
 
 
+# What stands out of a verdict.
+_GAIN = re.compile(r"(?:at least )?[\d.]+× as fast as eager")
+
+
 def verdict(report: Results) -> Html:
-    """The result in one sentence."""
-    row, eager = report.chosen_row, report.row(EAGER)
-    if row is None:
+    """What was chosen and why; its name and its gain stand out."""
+    if report.chosen is None:
         if report.interrupted:
             return join(["Interrupted before anything could be chosen."])
         return join(["No strategy was chosen: see what became of each."])
-    name = element("strong", row.strategy)
-    if row.strategy == EAGER:
-        return join(["Stay with ", name, ": nothing else that was measured is better."])
-    if report.objective == "cold_start" and row.cold_start_s is not None:
-        text = f" gives its first answer after {duration(row.cold_start_s)}"
-        if eager is not None and eager.cold_start_s is not None:
-            text += f", eager after {duration(eager.cold_start_s)}"
-        return join([name, f"{text}."])
-    if report.objective == "memory" and row.peak_bytes is not None:
-        text = f" needs {memory(row.peak_bytes)} at its peak"
-        if eager is not None and eager.peak_bytes is not None:
-            text += f", eager {memory(eager.peak_bytes)}"
-        return join([name, f"{text}."])
-    speed, mine, theirs = report.speedup(row), _time(report, row), _time(report, eager)
-    if speed is None or mine is None:
-        return join([name, " was chosen."])
-    beside = "" if theirs is None else f" instead of {duration(theirs)}"
-    if speed[1] <= 1 <= speed[2] and theirs is not None:
-        same = "as fast as eager within the noise"
-        return join([name, f" is {same}: {duration(mine)} a call, eager {duration(theirs)}."])
-    gain = element("strong", f"{ratio(speed[0])} as fast as eager")
-    return join([name, " is ", gain, f": {duration(mine)} a call{beside}."])
+    name = report.chosen
+    text = report.reason or f"{name} was chosen."
+    if not text.startswith(name):
+        return join([text])
+    before, gain, after = text.removeprefix(name), "", ""
+    if found := _GAIN.search(before):
+        before, gain, after = before[: found.start()], found[0], before[found.end() :]
+    return join([element("strong", name), before, element("strong", gain) if gain else "", after])
 
 
 def tiles(report: Results) -> list[Tile]:
@@ -92,29 +82,27 @@ def tiles(report: Results) -> list[Tile]:
     if row is None or eager is None:
         return []
     found = []
-    mine, theirs = _time(report, row), _time(report, eager)
-    if mine is not None:
-        found.append(Tile(report.figure, duration(mine), _beside(theirs, duration, row)))
-    speed = report.speedup(row)
-    if speed is not None and row is not eager:
-        low, high = (ratio(each) for each in speed[1:])
-        found.append(Tile("times as fast", ratio(speed[0]), f"{low} to {high}"))
+    if row.measurement is not None and report.figure == "throughput":
+        theirs = None if eager.measurement is None else calls_per_second(eager)
+        found.append(Tile("calls/s", calls_per_second(row), _beside(theirs, str, row)))
+    elif (seconds := _latency(row)) is not None:
+        found.append(Tile("latency", duration(seconds), _beside(_latency(eager), duration, row)))
     if row.cold_start_s is not None:
         beside = _beside(eager.cold_start_s, duration, row)
         found.append(Tile("first answer", duration(row.cold_start_s), beside))
     if row.peak_bytes is not None:
         found.append(Tile("peak memory", memory(row.peak_bytes),
                           _beside(eager.peak_bytes, memory, row)))  # fmt: skip
-    if row.setup_s is not None:
+    if row.setup_alone_s is not None:
         calls = report.break_even(row)
         beside = (
             "no break-even"
             if calls is None
             else f"break-even after {counted(max(calls, 1), 'call')}"
         )
-        found.append(Tile("set-up", duration(row.setup_s), "" if row is eager else beside))
+        found.append(Tile("set-up", duration(row.setup_alone_s), "" if row is eager else beside))
     if row.error is not None:
-        own = report.eager_error
+        own = report.own_error
         beside = "" if own is None or row is eager else f"eager {own.rms:.1e}"
         found.append(Tile("error", f"{row.error.rms:.1e}", beside))
     return found
@@ -154,20 +142,12 @@ def tables(report: Results, name: str) -> list[Section]:
 
 def drawn(report: Results, name: str) -> list[Html]:
     """The plots of a report, those without figures left out."""
-    makers = (_latencies, _first_answers, _against_memory, _against_setup, _errors, _search)
+    makers = (_gains, _first_answers, _against_memory, _against_setup, _errors, _search)
     return [plot for make in makers if (plot := make(report, name))]
 
 
-def _time(report: Results, row: Row | None) -> float | None:
-    if row is None or row.measurement is None:
-        return None
-    return row.measurement.typical(report.figure).median
-
-
-def _relative_time(report: Results, row: Row) -> float | None:
-    """A row's time by its ratio to eager, so that rows of different moments can be compared."""
-    eager, ratios = _time(report, report.row(EAGER)), report.ratios(row)
-    return eager * statistics.median(ratios) if eager is not None and ratios else None
+def _latency(row: Row) -> float | None:
+    return None if row.measurement is None else row.measurement.typical().median
 
 
 def _color(report: Results, row: Row) -> str:
@@ -176,42 +156,41 @@ def _color(report: Results, row: Row) -> str:
     return PLAIN if row.strategy == EAGER else "s1"
 
 
-def _latencies(report: Results, name: str) -> Html | None:
-    groups = []
-    for block in blocks(report):
-        lines = []
-        for row in block.rows:
-            if row.measurement is None:
-                continue
-            samples = row.measurement.typical(report.figure)
-            low, high = samples.median - samples.spread, samples.median + samples.spread
-            speed = report.speedup(row)
-            beside = f", {ratio(speed[0])}" if speed and row.strategy != EAGER else ""
-            text = duration(samples.median) + (", unsteady" if row.unsteady else beside)
-            hint = f"{row.strategy}: {duration(low)} to {duration(high)}"
-            mark = Mark(samples.median, low, high, _color(report, row), hint)
-            lines.append(Line(row.strategy, text, [mark], row.strategy == report.chosen))
-        if lines:
-            groups.append(Group(block.heading.partition(":")[0], lines))
-    if not groups:
+_AXIS = "times as fast as eager"
+
+
+def _gains(report: Results, name: str) -> Html | None:
+    """How many times as fast as eager each row is: the figure by which all can be compared."""
+    in_calls = report.figure == "throughput"
+    lines = []
+    for row in ordered(report):
+        seconds, speed = _latency(row), report.speedup(row)
+        if seconds is None:
+            continue
+        text = mark(report, row)
+        text += f"{calls_per_second(row)} calls/s" if in_calls else duration(seconds)
+        gain = "" if speed is None or row.strategy == EAGER else f", {ratio(speed[0])}"
+        text += ", unsteady" if row.unsteady else gain
+        marks = []
+        if speed is not None:
+            hint = f"{row.strategy}: {ratio(speed[0])}, {ratio(speed[1])} to {ratio(speed[2])}"
+            low, high = (None, None) if row.strategy == EAGER else speed[1:]
+            marks.append(Mark(speed[0], low, high, _color(report, row), hint))
+        lines.append(Line(row.strategy, text, marks, row.strategy == report.chosen))
+    if not any(line.marks for line in lines):
         return None
-    if len(groups) == 1:
-        groups = [Group("", groups[0].lines)]
-    eager = _time(report, report.row(EAGER))
     plot = rows(
-        f"{name}-latency",
-        f"Bars: the time of a call of {report.model} by strategy",
-        groups,
-        "time of a call",
-        duration,
-        reference=None if eager is None else (eager, EAGER),
+        f"{name}-gain",
+        f"Bars: how many times as fast as eager {report.model} is by strategy",
+        [Group("", lines)],
+        _AXIS,
+        "{:.3g}×".format,
+        reference=(1.0, EAGER),
     )
-    caption = "Median over the rounds; whiskers: half of the interquartile range either way."
-    if len(groups) > 1:
-        caption += " Do not compare screening times with those of finalists."
-    heading = "Latency" if report.figure == "latency" else "Time of a call, back to back"
+    caption = "Median over the rounds; whiskers: its 95 % interval."
     colors = [(CHOSEN, "chosen"), (PLAIN, "eager"), ("s1", "other strategies")]
-    return figure(heading, plot, caption, legend(colors))
+    return figure("Speed", plot, " ".join([caption, *footnotes(report, report.rows)]),
+                  legend(colors))  # fmt: skip
 
 
 def _first_answers(report: Results, name: str) -> Html | None:
@@ -231,22 +210,7 @@ def _first_answers(report: Results, name: str) -> Html | None:
         "from the start of a process",
         duration,
     )
-    return figure("First answer", plot, "The shortest of some; whiskers: up to the longest.")
-
-
-def _points(report: Results, figures: Sequence[tuple[Row, float]]) -> list[Point]:
-    found = []
-    for row, value in figures:
-        seconds = _relative_time(report, row)
-        if seconds is not None and row.status in (Status.OK, Status.SLOWER):
-            chosen = row.strategy == report.chosen
-            strong = chosen or row.strategy == EAGER
-            hollow = row.final is None
-            found.append(Point(row.strategy, seconds, value, _color(report, row), strong, hollow))
-    return found
-
-
-_FRONT = "Lower left is better; the dashed line joins those that no other beats in both."
+    return figure("First answer", plot, "The shortest of several; whiskers: up to the longest.")
 
 
 def _against_memory(report: Results, name: str) -> Html | None:
@@ -255,7 +219,7 @@ def _against_memory(report: Results, name: str) -> Html | None:
 
 
 def _against_setup(report: Results, name: str) -> Html | None:
-    known = [(row, row.setup_s + row.build_s) for row in ordered(report) if row.setup_s is not None]
+    known = [(row, row.setup_alone_s) for row in ordered(report) if row.setup_alone_s is not None]
     return _against(report, f"{name}-setup", "set-up", known, duration, False)
 
 
@@ -267,19 +231,23 @@ def _against(
     form: Callable[[float], str],
     binary: bool,
 ) -> Html | None:
-    """The time of a call against something else that strategies cost."""
-    points = _points(report, known)
+    """The gain over eager against something that strategies cost."""
+    points = []
+    for row, value in known:
+        speed = report.speedup(row)
+        if speed is not None and row.status in (Status.OK, Status.SLOWER):
+            strong = row.strategy in (report.chosen, EAGER)
+            points.append(Point(row.strategy, speed[0], value, _color(report, row), strong))
     if len(points) < 2:
         return None
-    label = f"Points: {what} over the time of a call of {report.model} by strategy"
-    plot = tradeoff(name, label, points, "time of a call", what, duration, form, binary=binary)
-    hollow = any(point.hollow for point in points)
-    caption = _FRONT + " Hollow: timed in the screening only." * hollow
-    return figure(f"Latency against {what}", plot, caption)
+    label = f"Points: {what} over how many times as fast as eager {report.model} is by strategy"
+    plot = tradeoff(name, label, points, _AXIS, what, ratio, form, binary=binary, gain=True)
+    caption = "Lower right is better; the dashed line joins those that no other beats in both."
+    return figure(f"Speed against {what}", plot, caption)
 
 
 def _errors(report: Results, name: str) -> Html | None:
-    own = report.eager_error
+    own = report.own_error
     lines = []
     for row in ordered(report):
         if row.error is None:
@@ -307,7 +275,7 @@ def _errors(report: Results, name: str) -> Html | None:
     )
     caption = "Root mean square."
     if reference is not None:
-        caption += f" The dashed line is eager's own error, {reference[0]:.1e}."
+        caption += " The upright line is eager's own error."
     return figure("Error against float64", plot, caption)
 
 
@@ -327,29 +295,24 @@ def _search(report: Results, name: str) -> Html | None:
         f"A curve: the best that was known of {report.model} as the search went on",
         [curve],
         "time since the start",
-        "times as fast as eager",
+        "times as fast, when screened",
         lambda value: f"{value:.0f} s",
         lambda value: f"{value:.3g}×",
         steps=True,
         names=[(step.strategy, step.seconds, step.speedup) for step in steps],
     )
-    return figure("The search", plot, "The best so far, by screening times.")
+    return figure("The search", plot, "The best so far, before the finalists were timed together.")
 
 
 def _tables(report: Results) -> Html:
     """Rows with figures; those without stand with their reasons in a section of their own."""
-    parts: list[Html] = []
-    for block in blocks(report):
-        kept = [row for row in block.rows if row.status not in _WITHOUT_FIGURES or not row.reason]
-        if not kept:
-            continue
-        if block.heading:
-            parts.append(element("h3", block.heading))
-        shown = columns(report, kept)
-        cells = [[column.cell(report, row) for column in shown] for row in kept]
-        chosen = next((i for i, row in enumerate(kept) if row.strategy == report.chosen), None)
-        parts.append(table([c.heading for c in shown], cells, emphasized=chosen, texts=2))
-    return join([*parts, paragraphs(closing(report)[:-1] or [])])
+    kept = tried(report)
+    shown = columns(report, kept)
+    cells = [[column.cell(report, row) for column in shown] for row in kept]
+    chosen = next((i for i, row in enumerate(kept) if row.strategy == report.chosen), None)
+    found = [table([c.heading for c in shown], cells, emphasized=chosen)] if shown else []
+    notes = [*footnotes(report, kept), *closing(report)[:-1]]
+    return join([*found, paragraphs(notes)])
 
 
 def _by_shape(report: Results, name: str) -> Section | None:

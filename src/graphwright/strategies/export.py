@@ -78,7 +78,8 @@ def exported(
         if not reasons:
             raise
         raise StrategyFailed(
-            f"the model goes by a size that was to be dynamic: {reasons[0].split('. ')[0]}",
+            "the model's code depends on a size that is declared dynamic: "
+            f"{reasons[0].split('. ')[0]}",
             where=user_frame(error),
             remedy="Leave it out of dynamic_shapes, or write the model for any size.",
         ) from error

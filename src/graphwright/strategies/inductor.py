@@ -68,7 +68,7 @@ def compile_and_run(
     delta = {name: value - before[name] for name, value in count().items()}
     notes = []
     if delta["graphs"] == 0:
-        notes.append("torch.compile captured nothing of this model: it runs eagerly under its name")
+        notes.append("torch.compile captured nothing of this model, which runs eagerly")
     elif delta["breaks"]:
         notes.append(
             f"{counted(delta['graphs'], 'graph')}, {counted(delta['breaks'], 'graph break')}"

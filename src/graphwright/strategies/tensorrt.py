@@ -47,7 +47,7 @@ class TensorRT:
             # A model of two layers would stay with PyTorch by default.
             result = _compiled(model, (x,), {}, min_block_size=1)(x)
             if not torch.allclose(result, model(x), atol=1e-3):
-                return Availability(False, "a tiny model has other results through TensorRT")
+                return Availability(False, "a tiny model gives different results through TensorRT")
         return AVAILABLE
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:

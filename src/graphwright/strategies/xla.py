@@ -31,10 +31,7 @@ from .expected import Expected, tf32_allowed
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _CONVERSIONS = ("double", "float", "to", "type", "type_as")
 # PyTorch takes the device that torchax names for the accelerator, and asks it for streams and more.
-COSTS = (
-    "torchax changes the process that it is in: gradients on a GPU and pinned memory are not to be "
-    "had there any more"
-)
+COSTS = "torchax changes its process: gradients on a GPU and pinned memory no longer work there"
 # It names overloads of operators for named tensors, which later torch lacks.
 _KNOWN_TO_WORK = "torchax 0.0.13 is known to work with torch 2.11."
 
@@ -62,7 +59,7 @@ class Xla:
         except Unusable as error:
             return Availability(False, error.what, error.remedy or "")
         if not torch.allclose(result, model(x), atol=1e-5):
-            return Availability(False, "a tiny model has other results through JAX")
+            return Availability(False, "a tiny model gives different results through JAX")
         return AVAILABLE
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
@@ -148,7 +145,7 @@ class _Program:
         if inside_transform() or (
             self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         ):
-            raise StrategyFailed("JAX's work is seen neither by a graph nor by torch's modes")
+            raise StrategyFailed("neither CUDA graphs nor torch's modes can see JAX's work")
         leaves, _ = flatten(args, kwargs)
         with _settings(self._jax, self._place):
             # The stream that JAX names waits for torch's own before the inputs are read.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 from ..evaluation.measurement import median_interval
 from ..report.report import Report
 from ..report.result import EAGER, OF_TIME, Row, Status
-from ..report.table import duration
+from ..report.table import duration, memory, ratio
 
 # Candidates within this factor of the best are timed again, and unsteady ones within a larger one.
 FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
@@ -15,6 +16,9 @@ FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
 NO_TIME_LEFT = "a finalist, but not timed again: the budget left no time"
 # A smaller gain is not worth a more complex candidate, however certain it is.
 _WORTH_IT = 1.01
+# So many strategies are named in a sentence; more are counted.
+_NAMED = 3
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def eligible(report: Report) -> list[Row]:
@@ -61,20 +65,24 @@ def ranked(report: Report, rows: list[Row]) -> list[Row]:
 def _ranked(report: Report, rows: list[Row]) -> list[Row]:
     # By complexity where the cost is not known: then eager comes first.
     rows = sorted(rows, key=lambda row: (report.cost(row), row.complexity))
+    tied = sorted(_as_good_as_the_best(report, rows), key=lambda row: row.complexity)
+    return tied + [row for row in rows if row not in tied]
+
+
+def _as_good_as_the_best(report: Report, rows: list[Row]) -> list[Row]:
+    """Of some rows, the best first, those that none of the others beats for sure."""
     if not rows or report.cost(rows[0]) == math.inf:
-        return rows
+        return rows[:1]
     eager = report.row(EAGER)
     most = math.inf if eager is None or eager not in rows else report.cost(eager)
     # One held-up round of the best must not tie it with what another one beats in all rounds.
     rivals = [rows[0], *(r for r in rows[1:] if not r.unsteady and report.cost(r) < math.inf)]
-    tied = [
+    return [
         row
         for row in rows
         # What seems slower than eager is not taken for being simple, whatever the noise.
         if report.cost(row) <= most and all(_ties(report, row, rival) for rival in rivals)
     ] or rows[:1]
-    tied.sort(key=lambda row: row.complexity)
-    return tied + [row for row in rows if row not in tied]
 
 
 def _ties(report: Report, row: Row, best: Row) -> bool:
@@ -104,85 +112,126 @@ def reason_for(report: Report, chosen: Row, finalists: list[Row], load: str = ""
     """
     if report.objective == "cold_start":
         text = _reason_for_cold_start(report, chosen)
+    elif chosen.strategy == EAGER:
+        text = _reason_for_eager(report, chosen)
     else:
         text = _reason(report, chosen, finalists)
         text += _left_out(report, chosen)
+    late = len([r for r in report.rows if r.status is Status.NOT_TRIED and "budget" in r.reason])
+    if late:
+        text += f" The budget was too small for {late} more."
     unsteady = [row.strategy for row in report.rows if row.unsteady]
     if unsteady:
         seen = f" ({load})" if load else ""
+        who = ", ".join(unsteady) if len(unsteady) <= _NAMED else f"{len(unsteady)} strategies"
         text += (
-            f" The machine was busy{seen}: {', '.join(unsteady)} stayed unsteady and "
-            f"{'takes' if len(unsteady) == 1 else 'take'} part in no ratio. "
-            "Tune again when less else runs."
+            f" The machine was busy{seen}: {who} stayed unsteady and "
+            f"{'is' if len(unsteady) == 1 else 'are'} not compared. Tune again when it is idle."
         )
     return text
 
 
+def _reason_for_eager(report: Report, chosen: Row) -> str:
+    others = len([row for row in report.rows if row.measurement is not None]) - 1
+    if others < 1:
+        return "eager was chosen: nothing else could be measured here."
+    if chosen.unsteady:
+        return (
+            "eager was chosen: its own time is unsteady, and nothing was always faster than its "
+            "fastest call."
+        )
+    if others == 1:
+        return "eager was chosen: the only other strategy timed is not faster beyond the noise."
+    return f"eager was chosen: none of the {others} others timed is faster beyond the noise."
+
+
 def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
-    what = {
-        "latency": "the lowest latency",
-        "throughput": "the highest throughput",
-        "memory": "the lowest peak memory",
-    }[report.objective]
-    if chosen.strategy == EAGER:
-        others = len([row for row in report.rows if row.measurement is not None]) - 1
-        late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
-        untried = f" The budget was too small for {late} more." if late else ""
-        if others < 1:
-            return f"eager was chosen: nothing else could be measured here.{untried}"
-        beaten = f"none of the {others} others that were measured beats it"
-        if others == 1:
-            beaten = "the other one that was measured does not beat it"
-        if chosen.unsteady:
-            beaten = "its own time is unsteady, and none is always faster than its fastest call"
-            return f"eager was chosen: {beaten}.{untried}"
-        return f"eager was chosen: {beaten} beyond the noise.{untried}"
-    text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
-    speed = report.speedup(chosen)
-    if speed is not None:
-        text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
-    elif report.objective != "memory" and report.cost(chosen) < 1:
-        least = 1 / report.cost(chosen)
-        text += f", at least {least:.2f} times as fast as eager's fastest call"
-    best = min(finalists, key=report.cost, default=chosen)
-    known = report.cost(best) < math.inf
-    if known and best is not chosen and report.objective != "memory":
-        text += f"; {best.strategy} is not faster beyond the noise, and less simple"
-    return text + "."
+    eager, gain = report.row(EAGER), _gain(report, chosen)
+    if report.objective == "memory" and chosen.peak_bytes is not None:
+        text = f"{chosen.strategy} was chosen: it needs {memory(chosen.peak_bytes)} at its peak"
+        if eager is not None and eager.peak_bytes is not None:
+            text += f", eager {memory(eager.peak_bytes)}"
+        return f"{text}; it is {gain}." if gain else f"{text}."
+    text = f"{chosen.strategy} was chosen"
+    if gain:
+        text += f", {gain}"
+    elif report.cost(chosen) < 1:
+        text += f", at least {ratio(1 / report.cost(chosen))} as fast as eager's fastest call"
+    beside = _beside(report, chosen, finalists)
+    return f"{text}: {beside}." if beside else f"{text}."
+
+
+def _gain(report: Report, row: Row) -> str:
+    """How many times as fast as eager a row is, in words; empty if that is not known."""
+    speed = report.speedup(row)
+    if speed is None:
+        return ""
+    return f"{ratio(speed[0])} as fast as eager ({speed[1]:.2f} to {speed[2]:.2f})"
+
+
+def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
+    """What tells the choice from the others, in words; empty where nothing does for sure."""
+    best = _as_good_as_the_best(report, sorted(finalists, key=report.cost))
+    equal = [row for row in best if row is not chosen] if chosen in best else []
+    simplest = all(chosen.complexity < row.complexity for row in equal)
+    if len(equal) == 1:
+        more = f", and {chosen.strategy} is simpler" if simplest else ""
+        return f"{equal[0].strategy} is as fast within the noise{more}"
+    if equal:
+        count = _NUMBERS[len(equal)] if len(equal) < len(_NUMBERS) else f"{len(equal)}"
+        more = "it is the simplest" if simplest else "none is simpler"
+        return f"{count} others are as fast within the noise, and {more}"
+    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
+    is_best = min(eligible(report), key=report.cost) is chosen
+    if is_best and len(right) > 2 and report.ratios(chosen):
+        return f"the fastest of the {len(right)} that agree with float64"
+    return ""
 
 
 def _left_out(report: Report, chosen: Row) -> str:
-    """What seemed faster, where there was no time to build it in this process."""
+    """What seemed faster when screened, and why it was not chosen for that."""
     if report.objective not in OF_TIME or chosen.final is None or chosen.screening is None:
         return ""
-    limit = chosen.screening.fastest(report.figure) / FINALIST_FACTOR
-    left_out = {
+    fastest = chosen.screening.fastest(report.figure)
+    apart = [row for row in eligible(report) if row.final is None and row.screening is not None]
+    late = {
         row.strategy: row.screening.fastest(report.figure)
-        for row in eligible(report)
+        for row in apart
         if NO_TIME_LEFT in row.notes and row.screening is not None
     }
-    best = min(left_out, key=left_out.__getitem__, default="")
-    if not best or left_out[best] > limit:
+    best = min(late, key=late.__getitem__, default="")
+    if best and late[best] <= fastest / FINALIST_FACTOR:
+        return (
+            f" When screened, {best} seemed {ratio(fastest / late[best])} as fast as "
+            f"{chosen.strategy}, but the budget left no time to build it here: give a larger one."
+        )
+    gains = {row.strategy: 1 / report.cost(row) for row in apart if report.ratios(row)}
+    best = max(gains, key=gains.__getitem__, default="")
+    if not best or not report.ratios(chosen) or gains[best] <= 1 / report.cost(chosen):
         return ""
+    # Else a table that has both figures would contradict the choice.
+    if chosen.baseline is not None:
+        own = chosen.screening.ratios(chosen.baseline, report.figure)
+        if 1 / statistics.median(own) >= gains[best]:
+            return (
+                f" The {ratio(gains[best])} of {best} is of its screening, in which "
+                f"{chosen.strategy} did better still."
+            )
     return (
-        f" {best} seemed faster ({duration(left_out[best])} against "
-        f"{duration(chosen.screening.fastest(report.figure))} when screened), but the budget left "
-        "no time to build it here: give a larger one."
+        f" The {ratio(gains[best])} of {best} was measured at another moment, and without per-call "
+        "checks."
     )
 
 
 def _reason_for_cold_start(report: Report, chosen: Row) -> str:
     """Why a candidate was chosen for its early first answer."""
     text = f"{chosen.strategy} was chosen"
-    late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
-    untried = f" The budget was too small for {late} more." if late else ""
     if chosen.cold_start_s is None:
-        return f"{text}: no first answer was timed.{untried}"
-    text += f": the earliest first answer: {chosen.cold_start_s:.1f} s from the start of a process"
-    eager = report.row(EAGER)
-    speed = report.speedup(chosen)
+        return f"{text}: no first answer was timed."
+    text += f": its first answer comes {duration(chosen.cold_start_s)} after a process starts"
+    eager, gain = report.row(EAGER), _gain(report, chosen)
     if chosen.strategy != EAGER and eager is not None and eager.cold_start_s is not None:
-        text += f", eager {eager.cold_start_s:.1f} s"
-    if chosen.strategy != EAGER and speed is not None:
-        text += f"; once it runs, {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast"
-    return f"{text}.{untried}"
+        text += f", eager's {duration(eager.cold_start_s)}"
+    if chosen.strategy != EAGER and gain:
+        text += f"; once it runs, it is {gain}"
+    return f"{text}."

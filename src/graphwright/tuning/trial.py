@@ -310,7 +310,7 @@ class CandidateEvaluator:
 
         if known is not None:
             part.build_s = known.seconds
-            note = f"shares the build of {shared.builder}, whose time is not in its set-up"
+            note = f"shares the build of {shared.builder}, whose time is in the set-up of both"
             if note not in trial.row.notes:
                 trial.row.notes.append(note)
         return self._build(build, sample.call)

@@ -7,12 +7,12 @@ shown. Candidates are tried in worker processes if possible, else in this proces
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -246,6 +246,7 @@ class Tuning:
         name: str | None = None,
         repeat: Callable[[str], str] | None = None,
         profile: bool = False,
+        began: float | None = None,
         **options: Any,
     ) -> None:
         """Check what is asked for; nothing runs yet.
@@ -258,9 +259,10 @@ class Tuning:
             repeat: makes the command that tries a strategy again, from its name; by default a call
                 of `tune`.
             profile: as for `tune`.
+            began: `time.monotonic()` from which the budget counts; None for now.
             options: as for `tune`.
         """
-        self._started = time.monotonic()
+        self._started = time.monotonic() if began is None else began
         self._profiled = model if profile else None
         asked = self.asked = Request.of(model, args, kwargs, **options)
         self.report = Report(
@@ -487,6 +489,8 @@ class Tuning:
                 ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
             refuse_changed_containers(ref)
             self.report.notes += [note for note in ref.notes if note not in self.report.notes]
+            of = f" for {call.name}" if len(self.asked.calls) > 1 else ""
+            self.report.left_out += [f"{name}{of}" for name in ref.left_out]
             samples.append(Sample(call.name, weight, call, ref))
         errors = [s.reference.worst_eager_error for s in samples]
         self.report.eager_error = max(
@@ -518,8 +522,11 @@ class Tuning:
     def _check_no_grad(self) -> bool:
         """Whether eager under no_grad computes what it computes as the caller calls it."""
         ref = self.evaluator.samples[0].reference
-        if not torch.is_grad_enabled() or verify(without_grad(self.asked.module), ref).ok:
+        if not torch.is_grad_enabled():
             return True
+        with contextlib.suppress(Exception):  # Then it cannot even be called so.
+            if verify(without_grad(self.asked.module), ref).ok:
+                return True
         self.report.notes.append(
             "Under no_grad this model computes other numbers than with gradients on, as it is "
             "called here; if they are the ones you use, call tune() under torch.no_grad()."
@@ -668,6 +675,12 @@ class Tuning:
         """The choice of an earlier run, built and verified again; None if it is wrong now."""
         name = found.chosen or EAGER
         self._refer(Silent())
+        unseen = [each for each in found.left_out if each not in self.report.left_out]
+        if unseen:
+            self.report.notes.append(
+                f"The cached choice was not verified with {', '.join(unseen)}: tuned again."
+            )
+            return None
         trial = self.evaluator.set_up(self._by_name[name])
         if not trial.builts:
             self.report.notes.append(
@@ -736,7 +749,7 @@ class Tuning:
             self._evaluator.restore()
 
 
-@contextmanager
+@contextlib.contextmanager
 def _same_random_state(device: torch.device) -> Iterator[None]:
     """Leave the random-number states of the CPU and of the device as they were."""
     devices = [device] if device.type == "cuda" else []

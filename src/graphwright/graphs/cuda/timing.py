@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..inspection.node import Node
+from ..marks import silent_profiler
 
 _TIMED = ("kernel", "copy", "memset")
 # Launches that are traced: the one in the middle, by the sum of its times, is told.
@@ -41,7 +42,10 @@ def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Sp
     launch()
     torch.cuda.synchronize(device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    with (
+        silent_profiler(),
+        torch.profiler.profile(activities=activities, acc_events=True) as profiler,
+    ):
         for _ in range(_LAUNCHES):
             launch()
             torch.cuda.synchronize(device)

@@ -270,13 +270,13 @@ def _reason(ort: Any) -> str:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         return first_line(error)
-    return "its library loads, the reason is not known"
+    return "its library loads, so the reason is unknown"
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a contiguous tensor lies, as a binding takes it."""
     if tensor.dtype not in ELEMENTS:
-        raise StrategyFailed(f"ONNX Runtime is not given tensors of {tensor.dtype} here.")
+        raise StrategyFailed(f"ONNX Runtime cannot take {tensor.dtype} tensors here.")
     kind, index = tensor.device.type, tensor.device.index or 0
     # Where there are no elements there may be no address, which is refused though never read.
     address = tensor.data_ptr() or _ALIGNMENT

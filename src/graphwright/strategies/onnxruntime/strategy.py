@@ -112,7 +112,7 @@ class OnnxRuntime:
         versions = [_version(tensor) for tensor in samples]
         outputs = flat(*samples)
         if [_version(tensor) for tensor in samples] != versions:
-            raise StrategyFailed("the model writes to its inputs, which ONNX has no form for.")
+            raise StrategyFailed("the model writes to its inputs, which ONNX cannot express.")
         same: dict[int, tuple[str, int]] = {}
         results: dict[int, Result] = {}
         for number, output in enumerate(outputs):
@@ -205,16 +205,16 @@ def _export(
     """Write the model, with its weights in files of their own where it is over 2 GB; notes on it.
 
     Raises:
-        StrategyFailed: the model goes by a size that was to be dynamic, cannot be exported, or
+        StrategyFailed: the model's code depends on a dynamic size, cannot be exported, or
             would give other numbers.
     """
     for tensor in samples:
         if tensor.dtype not in ELEMENTS:
-            raise StrategyFailed(f"an input is of {tensor.dtype}, which is not exported.")
+            raise StrategyFailed(f"an input is {tensor.dtype}, which cannot be exported.")
     with _quiet():
         program = torch.onnx.export(
-            # Where the model goes by a size, this exporter would try again with other sizes, and
-            # say nothing of it.
+            # Where the model's code depends on a size, this exporter would try again with other
+            # sizes, and say nothing of it.
             flat if dims is None else exported(flat, samples, dims),
             tuple(samples),
             dynamo=True,
