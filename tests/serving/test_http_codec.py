@@ -337,17 +337,17 @@ UNREADABLE = {
     "a huge shape": Unreadable("too large", asked("FP32", [2**62, 4], [1])),
     "a huge empty shape": Unreadable("too large", asked("FP32", [0, 2**62, 4], [])),
     "a shape of 65 sizes": Unreadable("has 65 dimensions", asked("FP32", [1] * 65, [1])),
-    "a large shape": Unreadable("1 elements", asked("FP32", [2**40], [1])),
+    "a large shape": Unreadable("1 element", asked("FP32", [2**40], [1])),
     "a large binary shape": Unreadable(
         "has 4398046511104", asked_binary("FP32", [2**40], 4), b"abcd"
     ),
     "a large shape of BYTES": Unreadable(
-        "has 1 elements", asked_binary("BYTES", [2**40], 4), b"\0\0\0\0"
+        "has 1 element", asked_binary("BYTES", [2**40], 4), b"\0\0\0\0"
     ),
     "no data": Unreadable("data is missing", {"inputs": [an_input("FP32", [1])]}),
     "data of a wrong type": Unreadable("data is 1.0", asked("FP32", [1], 1.0)),
     "data as an object": Unreadable("data is an object", asked("FP32", [1], {"a": 1})),
-    "too few elements": Unreadable("1 elements", asked("FP32", [2], [1])),
+    "too few elements": Unreadable("1 element", asked("FP32", [2], [1])),
     "too many elements": Unreadable("3 elements", asked("FP32", [2], [1, 2, 3])),
     "ragged lists": Unreadable("not nested", asked("FP32", [2, 2], [[1, 2], [3]])),
     "lists of another shape": Unreadable("not nested", asked("FP32", [2, 3], [[1, 2]] * 3)),
