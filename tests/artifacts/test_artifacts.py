@@ -822,7 +822,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "constants.safetensors holds no tensors that can be read: '0.none'",
     ),
     "constants of which one is there twice": (constants_like(None), "one of them is there twice"),
-    "constants of another bucket": (constants_renamed, "stored graph makes no sense: KeyError"),
+    "constants of another bucket": (constants_renamed, "stored graph is damaged: KeyError"),
     "ranges of what has none": (told(ranges=[[0, 0, "b", 1, 9]]), "answers no ranges of sizes"),
     "evidence of no sample": (no_samples, "there are no samples"),
     "a class elsewhere": (tree_naming("this.That"), "made of this.That, which is not imported"),

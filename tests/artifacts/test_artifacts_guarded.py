@@ -180,7 +180,7 @@ def test_trees_of_classes_that_are_imported_come_back() -> None:
 
 @pytest.mark.parametrize("tree", [collections.defaultdict(list, y=1), {Colour.RED: 1}])
 def test_what_load_would_refuse_is_not_written(tree: Any) -> None:
-    with pytest.raises(gw.ArtifactError, match=r"cannot be written down: .* import.*\n.*return"):
+    with pytest.raises(gw.ArtifactError, match=r"cannot be saved: .* import.*\n.*return"):
         tree_text(pytree.tree_structure(tree))
 
 

@@ -844,4 +844,4 @@ def test_a_model_that_cannot_be_called_without_gradients_is_tuned_with_them() ->
 
     tuned = gw.tune(Differentiates().eval(), (torch.randn(4),), strategies=[], remember=False)
     assert tuned.report.chosen == "eager"
-    assert any("Under no_grad" in note for note in tuned.report.notes)
+    assert any("with gradients off" in note for note in tuned.report.notes)

@@ -261,7 +261,7 @@ class TreeTemplate:
             given: how many objects of a caller it may name.
 
         Raises:
-            ArtifactError: a leaf or a container cannot be written down.
+            ArtifactError: a leaf or a container cannot be saved.
         """
         leaves = [packed(leaf, {}, "") for leaf in self.leaves]
         return {"leaves": leaves, "slots": [*self.slots], "tree": tree_text(self.spec, given=given)}

@@ -60,7 +60,7 @@ def tree_text(spec: pytree.TreeSpec, *, given: int = 0) -> str:
         return text
     except Exception as error:
         raise ArtifactError(
-            f"The structure of arguments or results cannot be written down: {error}.",
+            f"The structure of arguments or results cannot be saved: {error}.",
             remedy="Take and return tuples, lists, dictionaries by text, objects of classes that a "
             "module names, or classes that are registered with torch.utils._pytree under a "
             "serialized_type_name.",

@@ -505,7 +505,7 @@ OLD_OBJECTS_FROZEN = SharedSwitch(_freeze)
 def break_even(
     setup_s: float, call_s: float, other_setup_s: float, other_call_s: float
 ) -> int | None:
-    """Calls after which a candidate has repaid its set-up against another, or None if never.
+    """Calls after which a candidate is faster than another, set-up included; None if never.
 
     The candidate costs `setup_s + n · call_s`, the other `other_setup_s + n · other_call_s`.
     """

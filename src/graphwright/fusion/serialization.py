@@ -69,7 +69,7 @@ def stored(graph: fx.GraphModule) -> tuple[list[Json], dict[str, torch.Tensor]]:
     """The nodes of a graph, and the tensors that it holds, by name.
 
     Raises:
-        StrategyFailed: it holds what cannot be written down.
+        StrategyFailed: it holds what cannot be saved.
     """
     nodes, tensors = [], {}
     for node in graph.graph.nodes:
@@ -182,7 +182,7 @@ def read(
     except StrategyFailed:
         raise
     except Exception as error:
-        raise StrategyFailed(f"the stored graph makes no sense: {error!r}") from error
+        raise StrategyFailed(f"the stored graph is damaged: {error!r}") from error
 
 
 def _operation(name: str) -> Callable[..., Any]:
@@ -255,7 +255,7 @@ def _written(value: Any) -> Json:
     for kind, named in _NAMED.items():
         if isinstance(value, named):
             return {kind: str(value).removeprefix("torch.")}
-    raise StrategyFailed(f"the graph holds {value!r:.80}, which cannot be written down")
+    raise StrategyFailed(f"the graph holds {value!r:.80}, which cannot be saved")
 
 
 def _value(given: Json, known: Mapping[str, fx.Node], device: torch.device) -> Any:

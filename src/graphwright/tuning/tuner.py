@@ -528,8 +528,8 @@ class Tuning:
             if verify(without_grad(self.asked.module), ref).ok:
                 return True
         self.report.notes.append(
-            "Under no_grad this model computes other numbers than with gradients on, as it is "
-            "called here; if they are the ones you use, call tune() under torch.no_grad()."
+            "This model's results differ with gradients off. If you serve it under "
+            "torch.no_grad(), tune it there too."
         )
         return False
 

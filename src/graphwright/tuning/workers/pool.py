@@ -210,7 +210,7 @@ class WorkerPool:
         try:
             self._task = write_task(Task.of(evaluator))
         except (OSError, ValueError) as error:
-            raise IsolationError(f"what it needs cannot be written down: {error}") from error
+            raise IsolationError(f"what it needs cannot be pickled: {error}") from error
         needed = _COPIES * max(1, os.fstat(self._task.fileno()).st_size)
         room = limits.host_bytes if limits.device_bytes is None else limits.device_bytes
         self._at_once = max(1, min(self._at_once, room // needed))
@@ -335,7 +335,7 @@ class WorkerPool:
                 self._leave(worker, trial.job)
                 trial.found = worker.row or str(worker.unfit)
                 return trial
-        raise AssertionError("it was waited for one that is known or can be timed")
+        raise AssertionError("a worker was awaited whose row is known or that can be timed")
 
     def _restart(self, why: str) -> None:
         self._kill_workers()
