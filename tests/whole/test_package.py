@@ -58,12 +58,13 @@ FACES = {
     "predecessors registers segment shape shared_bytes start_us",
     "Nodes": "branches idle_us kinds name notes to_dot to_json to_svg",
     "Prefetcher": "depth device loader",
-    "Profile": "compare device environment figures name notes remedies remedy roofs save "
+    "Profile": "call_s compare device environment figures name notes remedies remedy roofs save "
     "save_roofline save_timeline save_trace seconds table times to_dict to_html to_json training "
     "verdict",
     "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
-    "figure from_json host_s input_bytes inputs interrupted model notes objective predictions "
-    "ratios reason recalled row rows save seconds shapes speedup to_dict to_frame to_html to_json",
+    "figure from_json host_s input_bytes inputs interrupted left_out model notes objective "
+    "own_error predictions ratios reason recalled row rows save seconds shapes speedup to_dict "
+    "to_frame to_html to_json",
     "TunedModule": "calls explain module report",
 }
 
