@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 import types
 import warnings
@@ -481,3 +484,31 @@ def test_the_system_s_random_numbers_have_no_state(device: torch.device) -> None
     with pytest.raises(gw.CaptureError, match="computes something else"):
         gw.capture(model.eval(), x)
     assert host_generators.is_host_generator(model.generator)
+
+
+@pytest.mark.parametrize("maker", ["capture", "check"])
+def test_numpys_generator_is_watched_before_its_first_use(maker: str) -> None:
+    """NumPy imports `numpy.random` when it is first asked for, which may be in the call."""
+    text = f"""
+import sys, numpy as np, torch
+import graphwright as gw
+assert "numpy.random" not in sys.modules, "it is no first use"
+def call(x):
+    return x if np.random.rand() < 2 else -x
+if "{maker}" == "check":
+    print(*(finding.kind for finding in gw.check(call, (torch.ones(3),))))
+else:
+    try:
+        gw.capture(call, torch.ones(3))
+    except gw.CaptureError as error:
+        print(error.what)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert {"check": "host randomness", "capture": "numpy.random"}[maker] in done.stdout

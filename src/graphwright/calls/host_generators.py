@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import random
 import sys
 import types
@@ -150,9 +151,9 @@ def _of_process() -> list[tuple[Any, str]]:
     # The functions are methods of a generator that Python's module keeps to itself.
     found: list[tuple[Any, str]] = [(random.getstate.__self__, "Python's random")]  # type: ignore[attr-defined]  # a bound method
     found.append((torch.default_generator, "PyTorch's default generator"))
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        found.append((numpy.get_state.__self__, "numpy.random"))
+    # NumPy imports it at its first use, which may be in the call.
+    numpy = importlib.import_module("numpy.random")
+    found.append((numpy.get_state.__self__, "numpy.random"))
     return found
 
 

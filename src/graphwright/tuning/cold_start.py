@@ -223,9 +223,7 @@ class ColdStarts:
             status, reason, remedy = json.loads(answer)
             status = Status(status)
         except (ValueError, TypeError):
-            raise _Refused(
-                Status.FAILED, "its process sent no valid answer"
-            ) from None
+            raise _Refused(Status.FAILED, "its process sent no valid answer") from None
         if status is not Status.OK:
             raise _Refused(status, str(reason), str(remedy))
         return seconds
