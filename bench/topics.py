@@ -30,6 +30,7 @@ from .engines.run import share_of_eager
 from .engines.run import to_markdown as engines_to_markdown
 from .feeding.run import SHOWN
 from .feeding.run import to_markdown as feeding_to_markdown
+from .first_run.run import to_markdown as first_run_to_markdown
 from .fusion.run import over_inductor, ratio
 from .fusion.run import to_markdown as fusion_to_markdown
 from .host_arguments.run import to_markdown as host_arguments_to_markdown
@@ -640,8 +641,11 @@ TOPICS = (
         "The default search",
         "What `tune()` finds in its default budget, a minute or up to 90 s for large models, "
         "compared with an exhaustive search and PyTorch's own methods.",
-        ["search"],
-        {"search*": _unnamed(search_to_markdown)},
+        ["search", "first-run"],
+        {
+            "search*": _unnamed(search_to_markdown),
+            "first-run*": _unnamed(first_run_to_markdown),
+        },
         _search,
     ),
     Topic(

@@ -1,0 +1,1 @@
+"""What a new user gets: the command `graphwright tune` on a machine where nothing was built."""

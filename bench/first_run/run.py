@@ -1,0 +1,158 @@
+"""The command `graphwright tune`, first on a machine where nothing was built, then again.
+
+    scripts/bench first-run [--only MODEL ...] [--limits] [--out DIR]
+
+Each model gets folders of its own for all that is cached. The second run finds there what the first
+one has compiled, but not its choice. With `--limits` a third run has no limit in time; it says
+which candidates need less than two seconds. Seconds are those of the whole command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphwright.report.environment import environment
+from graphwright.report.report import Report
+from graphwright.report.result import Status
+from graphwright.tuning.tuner import MOST_BUDGET_S
+
+from ..common.processes import variables
+from ..common.record import ROOT, SCHEMA, commit, write
+from ..common.rendering import machine, marked
+from .models import MODELS
+
+Row = dict[str, Any]
+# The choice of the first run beside that of the second; seconds of the command; what is cheap.
+LEAST_SHARE, LIMIT_S, CHEAP_S = 0.95, 1.1 * MOST_BUDGET_S, 2.0
+
+
+def run(name: str, folder: Path, *options: str) -> tuple[Report, float]:
+    """One run of the command; its report, and its seconds."""
+    where = folder / "report.json"
+    caches = {
+        "GRAPHWRIGHT_CACHE_DIR": str(folder / "graphwright"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+    words = ["-m", "graphwright", "tune", f"bench.first_run.models:{name}", "--json", str(where)]
+    began = time.monotonic()
+    subprocess.run(
+        [sys.executable, *words, *options],
+        cwd=ROOT,
+        env=variables(ROOT / "src") | caches,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return Report.from_json(where.read_text(encoding="utf-8")), time.monotonic() - began
+
+
+def measured(name: str, *, limits: bool) -> Row:
+    """What the runs of a model gave."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        (first, first_s), (second, second_s) = run(name, folder), run(name, folder, "--fresh")
+        full = run(name, folder, "--fresh", "--exhaustive")[0] if limits else None
+    assert first.chosen is not None
+    share = _gain(second, first.chosen) / _gain(second, str(second.chosen))
+    return {
+        "seconds": [first_s, second_s],
+        "chosen": [first.chosen, second.chosen],
+        "gains": [_gain(first, first.chosen), _gain(second, str(second.chosen))],
+        "share": share,
+        "not_tried": [_not_tried(each) for each in (first, second)],
+        "cheap_and_not_tried": [] if full is None else _cheap(full, _not_tried(first)),
+        "notes": first.notes,
+    }
+
+
+def _gain(report: Report, strategy: str) -> float:
+    """How many times as fast as eager a strategy was in a run; 0 if it was not timed."""
+    row = report.row(strategy)
+    speedup = None if row is None else report.speedup(row)
+    return 0.0 if speedup is None else speedup[0]
+
+
+def _not_tried(report: Report) -> list[str]:
+    """What there was no time for."""
+    rows = [row for row in report.rows if row.status is Status.NOT_TRIED]
+    return [row.strategy for row in rows if "cannot win" not in row.reason]
+
+
+def _cheap(full: Report, names: Sequence[str]) -> list[str]:
+    rows = [full.row(name) for name in names]
+    return [row.strategy for row in rows if row is not None and (row.setup_s or 99.0) < CHEAP_S]
+
+
+def targets(rows: dict[str, Row]) -> list[Row]:
+    """What is asked of each model, and whether it holds."""
+    found: list[Row] = []
+    for name, row in rows.items():
+        for what, figure, met in (
+            ("the first choice beside the second", row["share"], row["share"] >= LEAST_SHARE),
+            ("seconds of the command", row["seconds"][0], row["seconds"][0] <= LIMIT_S),
+            (
+                "cheap and not tried",
+                len(row["cheap_and_not_tried"]),
+                not row["cheap_and_not_tried"],
+            ),
+        ):
+            found.append({"target": f"{name}: {what}", "figure": figure, "met": met})
+    return found
+
+
+def to_markdown(result: Row) -> str:
+    """What docs/results/search.md shows of it."""
+    table = [["model", "first run", "s", "gain", "second run", "s", "gain", "first beside second"]]
+    for name, row in result["models"].items():
+        line = [name]
+        for n in range(2):
+            line += [row["chosen"][n], f"{row['seconds'][n]:.0f}", f"{row['gains'][n]:.2f}×"]
+        table.append([*line, f"{row['share']:.2f}"])
+    return "\n".join(
+        [
+            "### The first run on a machine",
+            "",
+            "The command `graphwright tune` with its default options, first with empty caches, "
+            "then with what that compiled. *First beside second*: how fast the first run's choice "
+            "was in the second run, relative to the second run's choice.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
+
+
+def benchmark(out: Path, only: Sequence[str], *, limits: bool) -> int:
+    """Measure all models and write; the number of targets that are missed."""
+    rows: dict[str, Row] = {}
+    for name in only or MODELS:
+        rows[name] = measured(name, limits=limits)
+        print(name, json.dumps(rows[name]), flush=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "first-run",
+        "commit": commit(),
+        "environment": environment(device) | {"cores": str(os.cpu_count())},
+        "models": rows,
+        "targets": targets(rows),
+    }
+    where = out / f"first-run-{'h200' if device.type == 'cuda' else 'cpu'}.json"
+    write(where, result)
+    for target in result["targets"]:
+        print(f"{target['target']:60} {target['figure']:7.2f}  {'yes' if target['met'] else 'NO'}")
+    print(f"wrote {where}")
+    return sum(not target["met"] for target in result["targets"])
