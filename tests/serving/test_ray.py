@@ -307,7 +307,7 @@ def test_a_gpu_that_has_failed_does_not_answer() -> None:
         ({"target_requests": 0}, "target_requests is 0"),
         ({"http_port": 8000}, "http_port is said to Ray"),
         ({"max_queue": 0}, "max_queue"),
-        ({"replica": 2}, "there is no option replica"),
+        ({"replica": 2}, "there is no replica"),
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
