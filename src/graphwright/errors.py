@@ -12,6 +12,7 @@ import logging
 import sys
 import sysconfig
 import traceback
+import types
 import warnings
 from pathlib import Path
 
@@ -119,16 +120,20 @@ def user_frame(error: BaseException) -> str | None:
     return None
 
 
-def current_place() -> str | None:
-    """`file:line` of the user's code that is running now."""
-    frame = sys._getframe(1)
+def current_frame() -> types.FrameType | None:
+    """The frame of the user's code that is running now."""
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and (
         not is_the_user_s(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<")
     ):
-        if frame.f_back is None:
-            return None
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
+
+
+def current_place() -> str | None:
+    """`file:line` of the user's code that is running now."""
+    frame = current_frame()
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class FallbackWarning(RuntimeWarning):

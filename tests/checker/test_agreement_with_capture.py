@@ -1305,7 +1305,10 @@ def test_all_refusals_of_a_call_are_told_at_once(device: torch.device) -> None:
     assert kinds == ["refused", "read", "changing state"]
 
 
-QUICK = ("BertModel", "DistilBertModel", "GPT2LMHeadModel", "LlamaForCausalLM", "ViTModel")
+QUICK = (
+    *("BertModel", "DistilBertModel", "GPT2LMHeadModel", "LlamaForCausalLM", "ViTModel"),
+    "DebertaV2Model",  # It calls functions of TorchScript's.
+)
 
 
 @pytest.mark.parametrize(

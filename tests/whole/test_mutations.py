@@ -181,7 +181,8 @@ def test_a_mutant_is_seen_and_one_that_nobody_sees_is_told(
 
 
 @pytest.mark.slow
-def test_a_rule_that_is_deleted_turns_its_test_red() -> None:
+def test_a_rule_that_is_deleted_turns_its_test_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # Its processes import it by its name.
     name = "calls/signature.py:_matches | value.dtype is dtype"
     found = next(each for each in ALL if each.name == name)
     other = found.test.partition("::")[0] + "::test_a_difference_that_nobody_wrote"

@@ -21,7 +21,7 @@ from ..calls.holders import Held, everything, holders_of, thaw
 from ..calls.operations import leaves
 from ..calls.signature import without_memory
 from ..calls.watch import ModuleWatch
-from ..errors import CaptureError, current_place
+from ..errors import CaptureError, current_frame, current_place
 from .composition import Parts, inside_part
 from .random_state import Seeding
 
@@ -46,6 +46,7 @@ class Read:
         place: `file:line` of the user's code; None where the module was seen to hold it.
         steady: whether the run before it used the same, or made it.
         is_state: whether it is the state of a random generator that PyTorch keeps in C++.
+        by_script: whether the user's code there names a function of TorchScript's.
     """
 
     value: Any
@@ -53,6 +54,7 @@ class Read:
     place: str | None
     steady: bool = True
     is_state: bool = False
+    by_script: bool = False
 
 
 class Reads:
@@ -102,7 +104,7 @@ class Reads:
             state = any(_argument(func, given, name) is value for name in _STATES)
             if state and not all(_argument(func, given, name) for name in _DRAWS):
                 continue  # It is passed, and not used.
-            self._found[key] = Read(value, str(func), place, is_state=state)
+            self._found[key] = Read(value, str(func), place, True, state, _names_script())
             if isinstance(value, torch.Tensor):
                 self._storages.add(value.untyped_storage()._cdata)
 
@@ -195,6 +197,8 @@ def explain(
         value = each.value
         if isinstance(value, torch.Tensor) and _is_explained(each, watched, device):
             continue
+        if each.by_script:
+            continue
         if each.steady and id(each) in explained:
             continue
         why = "Python does not show what the call gets it from."
@@ -233,6 +237,13 @@ def _in_words(value: Any) -> str:
         return f"an object ({value._type().name()})"
     shape = "×".join(map(str, value.shape)) or "no dimensions"
     return f"a tensor ({shape}, {str(value.dtype).removeprefix('torch.')})"
+
+
+def _names_script() -> bool:
+    """Whether the user's code that runs now names a function of TorchScript's."""
+    frame = current_frame()
+    names = () if frame is None else frame.f_code.co_names
+    return any(isinstance(frame.f_globals.get(name), _SCRIPTED) for name in names if frame)
 
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:
