@@ -142,7 +142,8 @@ def test_no_compiler(source: Path, tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert "inductor: Inductor found no C++ compiler. Install g++ and set CXX to it" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "inductor: Inductor found no C++ compiler" in said, said
 
 
 @pytest.mark.parametrize("name", ["downloads", "opens_a_page"])
