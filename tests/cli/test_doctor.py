@@ -20,7 +20,7 @@ from graphwright.cli import doctor
 from graphwright.cli.doctor import Item, State, examined, summary
 from graphwright.cli.main import main
 from graphwright.ops import compiled_checks
-from graphwright.report.installation import install_command, install_extra
+from graphwright.report.install_commands import install_command, install_extra
 
 
 def item(name: str) -> Item:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -166,14 +166,20 @@ def test_sigterm_answers_what_was_asked_and_ends() -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
+def call_that_lasts(pool: ThreadPoolExecutor, address: str) -> Future[httpx.Response]:
+    """A call of a model that takes longer than a test waits; it has begun."""
+    asked = request_of(0)
+    asked["ids"][0, 0] = 0
+    path, body, headers = binary("lasting", asked)
+    call = pool.submit(httpx.post, address + path, content=body, headers=headers, timeout=60)
+    time.sleep(1)
+    return call
+
+
 def test_sigterm_ends_the_process_although_a_call_takes_longer_than_the_drain() -> None:
     target = f"{Path(__file__).with_name('served.py')}:lasting"
     with process(target, "--drain", "0.5") as (running, address), ThreadPoolExecutor(1) as pool:
-        asked = request_of(0)
-        asked["ids"][0, 0] = 0
-        path, body, headers = binary("lasting", asked)
-        call = pool.submit(httpx.post, address + path, content=body, headers=headers, timeout=60)
-        time.sleep(1)
+        call = call_that_lasts(pool, address)
         running.send_signal(signal.SIGTERM)
         begin = time.monotonic()
         assert running.wait(20) == 0
@@ -187,11 +193,7 @@ def test_sigterm_ends_the_process_although_a_call_takes_longer_than_the_drain() 
 def test_a_second_ctrl_c_ends_the_process_before_all_is_answered() -> None:
     target = f"{Path(__file__).with_name('served.py')}:lasting"
     with process(target, "--drain", "10m") as (running, address), ThreadPoolExecutor(1) as pool:
-        asked = request_of(0)
-        asked["ids"][0, 0] = 0
-        path, body, headers = binary("lasting", asked)
-        call = pool.submit(httpx.post, address + path, content=body, headers=headers, timeout=60)
-        time.sleep(1)
+        call = call_that_lasts(pool, address)
         running.send_signal(signal.SIGINT)
         with contextlib.suppress(httpx.HTTPError):
             while httpx.get(f"{address}/v2/health/ready").status_code == 200:

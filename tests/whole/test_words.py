@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.calls.words import counted
+from graphwright.calls.plurals import counted
 from graphwright.checker.checker import check
 from graphwright.checker.summary import summary
 

@@ -19,6 +19,7 @@ from ..calls.dependencies import Called
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy, any_in_training, in_training
 from ..calls.objects import detached
+from ..calls.plurals import counted
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import (
     Args,
@@ -32,7 +33,6 @@ from ..calls.signature import (
 )
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
-from ..calls.words import counted
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError, warn_of_fallback
 from ..graphs.composition import (

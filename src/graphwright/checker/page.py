@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..report.markup import Html, element, join, table
 from ..report.page import Section, Tile, note, page
 from .finding import Finding, Severity

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from .._version import __version__
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..ops import compiled_checks
 from ..ops.custom.building import cpp_compiler, cuda_compiler, ninja_on_path
 from ..report.environment import environment
-from ..report.installation import PACKAGE, install_command, install_extra
+from ..report.install_commands import PACKAGE, install_command, install_extra
 from ..tuning.choice_cache import folder
 
 # What each extra is for; those for its developers are left out.

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..artifacts.loading import load
 from ..artifacts.tuned_module import of_tensors
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..errors import TargetError
 from ..evaluation.measurement import Samples, Timer, collection_held_off
 from ..report.report import Report

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
 from ..calls.operations import tensors, written
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..graphs.captured_call import CapturedCall
 from ..graphs.cuda.recording import CudaRecording
 from ..graphs.inspection.node import Node

@@ -27,8 +27,8 @@ from ..calls.dependencies import (
 from ..calls.introspection import FunctionStandIn, StandIn
 from ..calls.modes import opaque
 from ..calls.modules import forward_of_class
+from ..calls.plurals import counted
 from ..calls.signature import Args, Kwargs
-from ..calls.words import counted
 from ..graphs.graph import Graph
 from ..graphs.python_state import StateChanges
 from .payoff import Payoff

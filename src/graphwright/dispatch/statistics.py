@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..calls.places import carried_by
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..graphs.memory import MemoryPool, format_bytes
 from ..report.html import short_table
 from ..shapes.buckets import SizesSeen

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from ..calls.modes import SharedSwitch
-from ..calls.words import counted
+from ..calls.plurals import counted
 
 try:
     import resource

@@ -36,9 +36,9 @@ from ..calls.options import (
     positive_problem,
     refuse,
 )
+from ..calls.plurals import counted
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, quick_key
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
-from ..calls.words import counted
 from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (
     Parts,

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..calls import forking
 from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .capture_budget import CaptureBudget
 from .conditions import keep_while_capturing

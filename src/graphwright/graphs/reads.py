@@ -104,7 +104,9 @@ class Reads:
             state = any(_argument(func, given, name) is value for name in _STATES)
             if state and not all(_argument(func, given, name) for name in _DRAWS):
                 continue  # It is passed, and not used.
-            self._found[key] = Read(value, str(func), place, True, state, _names_script())
+            self._found[key] = Read(
+                value, str(func), place, is_state=state, by_script=_names_script()
+            )
             if isinstance(value, torch.Tensor):
                 self._storages.add(value.untyped_storage()._cdata)
 
@@ -242,8 +244,10 @@ def _in_words(value: Any) -> str:
 def _names_script() -> bool:
     """Whether the user's code that runs now names a function of TorchScript's."""
     frame = current_frame()
-    names = () if frame is None else frame.f_code.co_names
-    return any(isinstance(frame.f_globals.get(name), _SCRIPTED) for name in names if frame)
+    if frame is None:
+        return False
+    named = map(frame.f_globals.get, frame.f_code.co_names)
+    return any(isinstance(each, _SCRIPTED) for each in named)
 
 
 def _lacks_memory(tensor: torch.Tensor) -> bool:

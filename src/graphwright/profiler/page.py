@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..report.markup import Html, element, facts, html, join, table
 from ..report.page import CHOSEN, Section, Tile, figure, legend, page, paragraphs, plots
 from ..report.plots import WIDTH, Group, Line, Mark, rows

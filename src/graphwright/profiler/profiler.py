@@ -23,7 +23,7 @@ from ..calls.options import (
     refuse,
     shown,
 )
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..errors import GraphwrightError
 from ..evaluation.measurement import Timer, load_note
 from ..graphs.conditions import pretend_capturing

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..report.table import duration
 from .profile_data import ProfileData
 from .remedies import Remedy

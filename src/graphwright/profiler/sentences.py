@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..report.table import duration
 from .observation import Operation
 from .trace import Traced

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..errors import GraphwrightError
 from ..evaluation.measurement import Samples
 from .markup import Html, element, facts, join, table

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GraphwrightError
-from .installation import install_extra
+from .install_commands import install_extra
 from .markup import Html
 from .page import CHOSEN, PLAIN, SERIES
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..errors import GraphwrightError
 from .result import Results, Row
 from .saving import save_as

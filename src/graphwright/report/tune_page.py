@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from .markup import Html, element, facts, join, table
 from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, note, page, paragraphs, plots
 from .plots import Curve, Group, Line, Mark, Point, curves, rows, short, tradeoff

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..calls.words import counted
+from ..calls.plurals import counted
 from .aside import SMALL
 from .protocol import (
     BYTES,

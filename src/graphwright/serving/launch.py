@@ -10,7 +10,7 @@ from torch import nn
 from ..calls.options import shown
 from ..dispatch.graphed_callable import GraphedCallable
 from ..errors import OptionError
-from ..report.installation import install_extra
+from ..report.install_commands import install_extra
 from . import interpreter
 from .model_config import ModelConfig
 from .options import Models, Source, options_of

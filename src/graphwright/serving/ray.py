@@ -24,7 +24,7 @@ from ..artifacts.loading import load
 from ..artifacts.tuned_module import TunedModule
 from ..calls.options import refuse, shown
 from ..errors import OptionError
-from ..report.installation import install_extra
+from ..report.install_commands import install_extra
 from . import launch
 from .model_config import ModelConfig
 from .node_files import NodeFile

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..calls.options import nearest, shown
-from ..calls.words import counted
+from ..calls.plurals import counted
 from .protocol import (
     BYTES,
     DTYPES,

@@ -18,7 +18,7 @@ import torch
 
 from ..artifacts.tuned_module import TunedModule
 from ..calls.options import shown
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule
 from ..errors import first_line

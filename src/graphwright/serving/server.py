@@ -17,12 +17,12 @@ import grpc
 import uvicorn
 
 from ..calls.options import shown
-from ..calls.words import counted
+from ..calls.plurals import counted
 from ..errors import OptionError, first_line
 from . import grpc as grpc_transport
 from . import http as http_transport
 from . import interpreter
-from .example import curl
+from .example_request import curl
 from .http_connection import Connection
 from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source

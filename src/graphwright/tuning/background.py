@@ -44,9 +44,9 @@ from ..calls import switches
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule
 from ..calls.options import refuse
+from ..calls.plurals import counted
 from ..calls.snapshots import Call, Outcome, keep, outputs_by_name
 from ..calls.watch import ModuleWatch
-from ..calls.words import counted
 from ..errors import GraphwrightError, first_line, in_words
 from ..evaluation.measurement import median_interval
 from ..evaluation.reference import Sample

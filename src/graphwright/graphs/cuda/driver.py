@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...calls.words import counted
+from ...calls.plurals import counted
 from ...errors import CaptureError
 
 _MEMCPY_NODE = 1

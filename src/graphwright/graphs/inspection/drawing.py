@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from ...calls.words import counted
+from ...calls.plurals import counted
 from ...errors import GraphwrightError
 from .node import Node, gaps
 from .table import cut, label_of, plain, size

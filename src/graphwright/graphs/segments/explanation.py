@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...calls.words import counted
+from ...calls.plurals import counted
 from .segment import Break, Segment
 from .steps import Host, New, Step
 

@@ -26,8 +26,8 @@ from ...calls.options import (
     refuse,
     shown,
 )
+from ...calls.plurals import counted
 from ...calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
-from ...calls.words import counted
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,

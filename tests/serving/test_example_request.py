@@ -15,7 +15,7 @@ import torch
 from served import config
 from torch import nn
 
-from graphwright.serving.example import curl
+from graphwright.serving.example_request import curl
 from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.options import ServerOptions
 from graphwright.serving.protocol import Strings, TensorMetadata, Value
