@@ -803,7 +803,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "an operation that reads files": (graph_naming("aten.from_file.default"), "aten.from_file"),
     "an operation of TorchScript's": (graph_naming("aten.save.default"), "aten.save.default"),
     "a name that is Python": (graph_renamed, ""),
-    "a keyword that is Python": (graph_with_keyword, "could not be loaded|makes no sense"),
+    "a keyword that is Python": (graph_with_keyword, "stored graph is damaged.*has no arguments"),
     "an operation that looks beyond its memory": (
         graph_naming("aten._reshape_alias.default"),
         "operations that may not check.*_reshape_alias",
