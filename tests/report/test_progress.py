@@ -21,7 +21,7 @@ from graphwright.calls.threads import others_run
 from graphwright.ops.custom import building
 from graphwright.ops.custom.sources import Unit
 from graphwright.report import progress
-from graphwright.report.progress import Silent, shown
+from graphwright.report.progress import Silent, progress_shown
 
 
 def wait_for(seen: Callable[[], bool]) -> None:
@@ -41,7 +41,7 @@ def test_a_log_has_a_line_at_the_start_and_then_now_and_then(
         printed.extend(capsys.readouterr().err.splitlines())
         return len(printed) >= count
 
-    with shown(None, "tune(MLP)") as listener:
+    with progress_shown(None, "tune(MLP)") as listener:
         wait_for(lambda: lines(1))
         assert printed[0] == "graphwright: tune(MLP)"
         listener.start(12)
@@ -57,7 +57,7 @@ def test_a_log_has_a_line_at_the_start_and_then_now_and_then(
 
 
 def test_what_is_over_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with shown(None, "fuse(MLP)", after_s=60) as listener:
+    with progress_shown(None, "fuse(MLP)", after_s=60) as listener:
         listener.doing("verifying")
     assert capsys.readouterr().err == ""
     assert not any(thread.name == "graphwright: progress" for thread in threading.enumerate())
@@ -67,7 +67,7 @@ def test_a_logger_that_takes_it_gets_it(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, "graphwright")
-    with shown(None, "prepare(MLP)") as listener:
+    with progress_shown(None, "prepare(MLP)") as listener:
         listener.doing("capturing")
         wait_for(lambda: bool(caplog.messages))
     assert caplog.messages[0].startswith("prepare(MLP)")
@@ -75,9 +75,9 @@ def test_a_logger_that_takes_it_gets_it(
 
 
 def test_false_is_silent_and_a_part_is_no_news_of_its_own() -> None:
-    with shown(False, "tune(MLP)") as none:
+    with progress_shown(False, "tune(MLP)") as none:
         assert isinstance(none, Silent)
-        with shown(None, "tune(MLP)") as outer, shown(None, "fuse(MLP)") as inner:
+        with progress_shown(None, "tune(MLP)") as outer, progress_shown(None, "fuse(MLP)") as inner:
             assert isinstance(inner, Silent)
             assert not isinstance(outer, Silent)
 
@@ -88,7 +88,7 @@ def test_a_terminal_has_a_bar(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     found: list[str] = []
-    with shown(None, "tune(MLP)") as listener:
+    with progress_shown(None, "tune(MLP)") as listener:
         listener.start(12)
         listener.step("in[duct]or")
         listener.step("eager")
@@ -117,7 +117,7 @@ def test_a_notebook_has_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) ->
     vars(there).update(get_ipython=lambda: types.SimpleNamespace(kernel=object()), display=here)
     monkeypatch.setitem(sys.modules, "IPython", there)
     monkeypatch.setitem(sys.modules, "IPython.display", here)
-    with shown(None, "tune(<MLP>)") as listener:
+    with progress_shown(None, "tune(<MLP>)") as listener:
         listener.start(12)
         listener.step("eager")
         wait_for(lambda: any("eager" in text for text in found))
@@ -127,7 +127,7 @@ def test_a_notebook_has_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_its_thread_is_not_taken_for_one_that_draws_random_numbers() -> None:
     before = others_run()
-    with shown(None, "tune(MLP)", after_s=60):
+    with progress_shown(None, "tune(MLP)", after_s=60):
         assert others_run() == before
 
 

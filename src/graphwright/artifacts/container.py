@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..errors import ArtifactError
 
 SCHEMA = "graphwright.artifact"
@@ -62,7 +62,7 @@ def path_of(given: Any) -> Path:
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise ArtifactError(
-            f"{shown(given)} is no path of a file.", remedy="Pass a text or a pathlib.Path."
+            f"{in_brief(given)} is no path of a file.", remedy="Pass a text or a pathlib.Path."
         )
     return Path(text)
 

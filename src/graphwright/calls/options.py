@@ -60,7 +60,7 @@ def names_checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return checked
 
 
-def shown(value: Any) -> str:
+def in_brief(value: Any) -> str:
     """A value in an error: a plain one as it is written, any other by its type."""
     if value is None or type(value) in _SHORT_TYPES:
         text = repr(value)
@@ -93,7 +93,7 @@ def callable_problem(name: str, value: Any) -> str | None:
     if inspect.isclass(value):
         return f"{name} is the class {value.__name__}: pass an instance, {value.__name__}(…)"
     if not callable(value):
-        return f"{name} is {shown(value)}, which cannot be called: pass a module or a function"
+        return f"{name} is {in_brief(value)}, which cannot be called: pass a module or a function"
     return None
 
 
@@ -103,10 +103,10 @@ def args_problem(name: str, value: Any, keywords: str = "kwargs") -> str | None:
         return None
     if isinstance(value, Mapping):
         return (
-            f"{name} is {shown(value)}: write {keywords}=inputs for inputs by name, or (inputs,) "
-            "for a dictionary that is the one input"
+            f"{name} is {in_brief(value)}: write {keywords}=inputs for inputs by name, or "
+            "(inputs,) for a dictionary that is the one input"
         )
-    return f"{name} is {shown(value)}: write (x,) for a single input"
+    return f"{name} is {in_brief(value)}: write (x,) for a single input"
 
 
 def kwargs_problem(name: str, value: Any) -> str | None:
@@ -114,11 +114,11 @@ def kwargs_problem(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        return f"{name} is {shown(value)}, not a dictionary of inputs by name: write {{'x': x}}"
+        return f"{name} is {in_brief(value)}, not a dictionary of inputs by name: write {{'x': x}}"
     wrong = [key for key in value if not isinstance(key, str)]
     if not wrong:
         return None
-    return f"{name} has the key {shown(wrong[0])}, which names no argument: write {{'x': x}}"
+    return f"{name} has the key {in_brief(wrong[0])}, which names no argument: write {{'x': x}}"
 
 
 def count_problem(name: str, value: Any, least: int = 1, *, optional: bool = False) -> str | None:
@@ -127,14 +127,16 @@ def count_problem(name: str, value: Any, least: int = 1, *, optional: bool = Fal
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return None
-    return f"{name} is {shown(value)}, not a whole number of at least {least}{_or_none(optional)}"
+    return (
+        f"{name} is {in_brief(value)}, not a whole number of at least {least}{_or_none(optional)}"
+    )
 
 
 def positive_problem(name: str, value: Any, what: str, *, optional: bool = False) -> str | None:
     """What is wrong with a number that has to be above 0 and finite; `what` follows "positive"."""
     if (optional and value is None) or is_positive(value):
         return None
-    return f"{name} is {shown(value)}, not a positive {what}{_or_none(optional)}"
+    return f"{name} is {in_brief(value)}, not a positive {what}{_or_none(optional)}"
 
 
 def is_positive(value: Any) -> bool:
@@ -154,14 +156,14 @@ def choice_problem(name: str, value: Any, choices: Collection[str]) -> str | Non
     hint = nearest(value, choices) if isinstance(value, str) else ""
     *others, last = map(repr, choices)
     known = f"{', '.join(others)} or {last}" if others else last
-    return f"{name} is {known}, not {shown(value)}{hint and f' ({hint})'}"
+    return f"{name} is {known}, not {in_brief(value)}{hint and f' ({hint})'}"
 
 
 def flag_problem(name: str, value: Any, *, optional: bool = False) -> str | None:
     """What is wrong with True or False."""
     if isinstance(value, bool) or (optional and value is None):
         return None
-    return f"{name} is {shown(value)}, not True{', False or None' if optional else ' or False'}"
+    return f"{name} is {in_brief(value)}, not True{', False or None' if optional else ' or False'}"
 
 
 def kind_problem(
@@ -170,14 +172,14 @@ def kind_problem(
     """What is wrong with an object that has to be of some class; `fix` says what to write."""
     if isinstance(value, kind) or (optional and value is None):
         return None
-    return f"{name} is {shown(value)}, not a {kind.__name__}: {fix}"
+    return f"{name} is {in_brief(value)}, not a {kind.__name__}: {fix}"
 
 
 def items_problem(name: str, value: Any, what: str) -> str | None:
     """What is wrong with a list of something; a text is none."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | torch.Tensor):
         return None
-    return f"{name} is {shown(value)}, not a list of {what}"
+    return f"{name} is {in_brief(value)}, not a list of {what}"
 
 
 def texts_problem(name: str, value: Any) -> str | None:
@@ -185,9 +187,9 @@ def texts_problem(name: str, value: Any) -> str | None:
     if isinstance(value, str):
         return f"{name} is one text: write {name}=({value!r},)"
     if not isinstance(value, Collection) or isinstance(value, bytes | Mapping | torch.Tensor):
-        return f"{name} is {shown(value)}, not a tuple of texts"
+        return f"{name} is {in_brief(value)}, not a tuple of texts"
     wrong = [each for each in value if not isinstance(each, str)]
-    return f"{name} holds {shown(wrong[0])}, not only texts" if wrong else None
+    return f"{name} holds {in_brief(wrong[0])}, not only texts" if wrong else None
 
 
 def device_problem(name: str, value: Any) -> str | None:
@@ -199,9 +201,9 @@ def device_problem(name: str, value: Any) -> str | None:
     except RuntimeError:
         device = None
     if device is None:
-        return f"{name} is {shown(value)}, not a device: write 'cpu', 'cuda' or 'cuda:1'"
+        return f"{name} is {in_brief(value)}, not a device: write 'cpu', 'cuda' or 'cuda:1'"
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return f"{name} is {shown(value)}, which this machine does not have: write {devices()}"
+        return f"{name} is {in_brief(value)}, which this machine does not have: write {devices()}"
     return None
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import OptionError, SignatureError, in_a_row
 from .objects import apart, build, every_class_in, has_nodes, has_objects
-from .options import shown
+from .options import in_brief
 from .switches import CALL_NAMES, CUDA, autocast, lasting_switches
 
 Args = tuple[Any, ...]
@@ -1007,7 +1007,7 @@ def arguments_of(call: Call) -> tuple[Args, Kwargs]:
         return (), dict(call)
     raise OptionError(
         f"A call is written as a tuple, a dictionary by names, or a pair of both, not as "
-        f"{shown(call)}.",
+        f"{in_brief(call)}.",
         remedy="For one positional argument x write (x,).",
     )
 

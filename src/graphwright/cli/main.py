@@ -244,7 +244,7 @@ def tune(
     and returns (model, args) or (model, args, kwargs). A module class also works, with --input.
     Several are tuned with --ray and --out.
     """
-    from ..report.progress import shown
+    from ..report.progress import progress_shown
     from ..report.terminal import show
     from ..tuning.tuner import Tuning
     from .next_steps import commands, in_python, repeater, serving, words_of
@@ -298,7 +298,7 @@ def tune(
     tuning.report.notes += loaded.notes
     tuned = None
     with (
-        shown(True, f"tune {loaded.name}") as listener,
+        progress_shown(True, f"tune {loaded.name}") as listener,
         _warnings_on_stderr(),
         contextlib.suppress(KeyboardInterrupt),
     ):
@@ -703,7 +703,7 @@ def strategies(device: str | None) -> None:
     """List the strategies, which of them run here, and what would change that."""
     from torch import nn
 
-    from ..report.progress import SHORT_S, shown
+    from ..report.progress import SHORT_S, progress_shown
     from ..report.terminal import printing, show_strategies
     from ..strategies.base import Candidate, probe
     from ..strategies.registry import (
@@ -732,7 +732,7 @@ def strategies(device: str | None) -> None:
         "compilers": COMPILERS,
         "runners": RUNNERS,
     }
-    with shown(None, "running a tiny model through each", after_s=SHORT_S) as progress:
+    with progress_shown(None, "running a tiny model through each", after_s=SHORT_S) as progress:
         for kind, parts in kinds.items():
             listed[kind] = []
             for part in parts:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import build, flatten_result
-from ..calls.options import count_problem, names_checked, refuse, shown
+from ..calls.options import count_problem, in_brief, names_checked, refuse
 from ..errors import OptionError, SignatureError
 from .holders import held_elsewhere, may_fill_again
 
@@ -62,7 +62,7 @@ def prefetch(
         OptionError: the loader cannot be iterated over, the depth is no number above 0, or there is
             no such device.
     """
-    problem = None if hasattr(loader, "__iter__") else f"loader is {shown(loader)}, no iterable"
+    problem = None if hasattr(loader, "__iter__") else f"loader is {in_brief(loader)}, no iterable"
     refuse("prefetch", problem, count_problem("depth", depth))
     return Prefetcher(loader, _device(device), depth)
 
@@ -71,7 +71,7 @@ def _device(given: torch.device | str | int | None) -> torch.device:
     try:
         device = torch.device("cpu" if given is None else given)
     except (RuntimeError, TypeError) as error:
-        raise OptionError(f"prefetch() knows no device {shown(given)}.") from error
+        raise OptionError(f"prefetch() knows no device {in_brief(given)}.") from error
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise OptionError(f"prefetch() is to load for {device}, and there is no GPU here.")

@@ -13,11 +13,11 @@ from ..calls.modes import OperationMode
 from ..calls.options import (
     args_problem,
     flag_problem,
+    in_brief,
     kwargs_problem,
     names_checked,
     positive_problem,
     refuse,
-    shown,
 )
 from ..calls.signature import flatten
 from ..dispatch.graphed_callable import GraphedCallable
@@ -92,7 +92,7 @@ def _graphed_problem(graphed: Any) -> str | None:
         return None
     if isinstance(graphed, Graph):
         return "a graph of a `with` block has no function to compare with: capture a function"
-    return f"graphed is {shown(graphed)}: pass what capture() or graph() returned"
+    return f"graphed is {in_brief(graphed)}: pass what capture() or graph() returned"
 
 
 def _graph_of(

@@ -68,7 +68,7 @@ from ..graphs.python_state import StateChanges
 from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import Busy
 from ..ops import compiled_checks
-from ..report.progress import SHORT_S, Progress, shown
+from ..report.progress import SHORT_S, Progress, progress_shown
 from ..shapes.buckets import PADDING
 from .carried_state import CarriedState, reached
 from .fast_path import MISS, Shortcut, shortcut
@@ -893,7 +893,7 @@ class GraphedCallable(FunctionStandIn):
         wanted = [arguments_of(call) for call in calls]
         wanted = [(args, self._in_one_order(kwargs)) for args, kwargs in wanted]
         title = f"prepare({name_of(self.fn)})"
-        with shown(progress, title, after_s=SHORT_S) as bar:
+        with progress_shown(progress, title, after_s=SHORT_S) as bar:
             self._prepare(wanted, bar)
         for args, kwargs in wanted:
             self._note_objects(self._objects_key(args, kwargs), captured=True)

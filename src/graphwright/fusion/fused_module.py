@@ -59,7 +59,7 @@ from ..graphs.taken_apart import (
 )
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
-from ..report.progress import SHORT_S, shown
+from ..report.progress import SHORT_S, progress_shown
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes.base import Pass
 from .tracing import global_hooks
@@ -218,7 +218,7 @@ class _Fusion:
             )
             try:
                 title = f"fuse({type(self.module).__name__})"
-                with shown(None, title, after_s=SHORT_S) as progress:
+                with progress_shown(None, title, after_s=SHORT_S) as progress:
                     fused = fused_call(
                         taken or self.module,
                         args if apart is None else apart.tensors,

@@ -19,7 +19,7 @@ from torch import fx, nn
 from ..calls.first_use import unseen
 from ..calls.modes import cached_weights_refused
 from ..calls.modules import ModuleProxy
-from ..calls.options import items_problem, nearest, refuse, shown
+from ..calls.options import in_brief, items_problem, nearest, refuse
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -188,7 +188,7 @@ def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
         else:
             hint = nearest(each, known) if isinstance(each, str) else ""
             raise OptionError(
-                f"fuse() knows no pass {shown(each)}.",
+                f"fuse() knows no pass {in_brief(each)}.",
                 remedy=" ".join(filter(None, [hint, f"Known passes: {', '.join(known)}."])),
             )
     # Other passes rely on it: it removes in-place writes that no one sees.

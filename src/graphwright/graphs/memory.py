@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..calls import forking
-from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
+from ..calls.options import device_problem, flag_problem, in_brief, kind_problem, refuse
 from ..calls.plurals import counted
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .capture_budget import CaptureBudget
@@ -44,7 +44,7 @@ def parse_bytes(value: int | str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise OptionError(
             "A memory limit is a number of bytes above 0, or a text such as '1GiB', not "
-            f"{shown(value)}."
+            f"{in_brief(value)}."
         )
     return value
 

@@ -18,10 +18,10 @@ from ..calls.options import (
     args_problem,
     callable_problem,
     flag_problem,
+    in_brief,
     kwargs_problem,
     names_checked,
     refuse,
-    shown,
 )
 from ..calls.plurals import counted
 from ..errors import GraphwrightError
@@ -135,7 +135,7 @@ def _ours_problem(name: str, value: Any) -> str | None:
     kind = type(value)
     if kind.__module__.partition(".")[0] != "graphwright":
         return None
-    return f"{name} is {shown(value)} of graphwright: profile the model that it was made of"
+    return f"{name} is {in_brief(value)} of graphwright: profile the model that it was made of"
 
 
 def _on_gpu(subject: Subject) -> bool:

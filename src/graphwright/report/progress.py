@@ -233,7 +233,9 @@ _SHOWING = threading.Lock()
 
 
 @contextlib.contextmanager
-def shown(progress: bool | None, title: str, *, after_s: float = 0.0) -> Iterator[Progress]:
+def progress_shown(
+    progress: bool | None, title: str, *, after_s: float = 0.0
+) -> Iterator[Progress]:
     """A listener that shows progress on stderr, unless `progress` is False.
 
     Args:

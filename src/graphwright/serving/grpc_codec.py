@@ -11,7 +11,7 @@ from typing import Any
 
 from open_inference.grpc import protocol as messages
 
-from ..calls.options import shown
+from ..calls.options import in_brief
 from . import grpc_extensions as extensions
 from . import requests
 from .aside import SMALL
@@ -79,7 +79,7 @@ def infer_request(
     for tensor in (*message.inputs, *message.outputs):
         for extension in (_SHARED_MEMORY, _CLASSIFICATION):
             if extension in tensor.parameters:
-                what = f"The tensor {shown(tensor.name)} has the parameter {extension!r}, "
+                what = f"The tensor {in_brief(tensor.name)} has the parameter {extension!r}, "
                 raise RequestError(Kind.UNSUPPORTED, f"{what}which this server does not support.")
     parameters = _parameters(message.parameters)
     return InferRequest(
@@ -229,7 +229,7 @@ def load_parameters(message: Any) -> Parameters:
     entries = {entry.key: entry.value for entry in message.parameters}
     for key, value in entries.items():
         if value.HasField("bytes_param"):
-            what = f"The parameter {shown(key)} is a file, and this server takes none."
+            what = f"The parameter {in_brief(key)} is a file, and this server takes none."
             raise RequestError(Kind.UNSUPPORTED, what)
     return _parameters(entries)
 
@@ -241,11 +241,11 @@ def _inputs(message: messages.ModelInferRequest) -> dict[str, Value]:
     for tensor in message.inputs:
         if tensor.contents.ListFields():
             raise requests.invalid(
-                f"The tensor {shown(tensor.name)} has typed contents beside raw ones.",
+                f"The tensor {in_brief(tensor.name)} has typed contents beside raw ones.",
                 "Send all inputs in one of the two ways.",
             )
     if len(raw) != len(message.inputs):
-        lacking = [shown(tensor.name) for tensor in message.inputs[len(raw) :]]
+        lacking = [in_brief(tensor.name) for tensor in message.inputs[len(raw) :]]
         raise requests.invalid(
             f"There are {len(raw)} raw contents for {len(message.inputs)} inputs"
             + (f": none for {', '.join(lacking[:10])}." if lacking else ".")
@@ -270,7 +270,7 @@ def _typed(tensor: messages.ModelInferRequest.InferInputTensor) -> Value:
         return requests.strings(_contents(tensor, "bytes_contents"), count, shape, name)
     if datatype not in _TYPED:
         raise requests.invalid(
-            f"The tensor {shown(name)} of {datatype} has no raw contents.",
+            f"The tensor {in_brief(name)} of {datatype} has no raw contents.",
             f"There are no typed contents for {datatype}: send it in raw_input_contents.",
         )
     field, code = _TYPED[datatype]
@@ -279,7 +279,7 @@ def _typed(tensor: messages.ModelInferRequest.InferInputTensor) -> Value:
     try:
         elements = array(code, values)
     except OverflowError:
-        what = f"The tensor {shown(name)} has elements that are out of the range of {datatype}."
+        what = f"The tensor {in_brief(name)} has elements that are out of the range of {datatype}."
         raise requests.invalid(what) from None
     return requests.numbers(elements, datatype, shape, name)
 
@@ -289,7 +289,7 @@ def _contents(tensor: messages.ModelInferRequest.InferInputTensor, field: str) -
     for descriptor, _ in tensor.contents.ListFields():
         if descriptor.name != field:
             raise requests.invalid(
-                f"The tensor {shown(tensor.name)} has {descriptor.name}, "
+                f"The tensor {in_brief(tensor.name)} has {descriptor.name}, "
                 f"and {tensor.datatype} has {field}."
             )
     values: Sequence[Any] = getattr(tensor.contents, field)
@@ -303,7 +303,7 @@ def _parameters(found: Mapping[str, Any]) -> dict[str, Parameter]:
 def _parameter(key: str, message: Any) -> Parameter:
     choice = message.WhichOneof("parameter_choice")
     if choice is None:
-        raise requests.invalid(f"The parameter {shown(key)} has no value.")
+        raise requests.invalid(f"The parameter {in_brief(key)} has no value.")
     value: Parameter = getattr(message, choice)
     return value
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..dispatch.graphed_callable import GraphedCallable
 from ..errors import OptionError
 from ..report.install_commands import install_extra
@@ -80,7 +80,7 @@ def named_models(models: Any) -> Models:
     named = models if isinstance(models, Mapping) else {"model": models}
     if not named or not all(isinstance(name, str) and name for name in named):
         raise OptionError(
-            f"A server takes models by name, not {shown(models)}.",
+            f"A server takes models by name, not {in_brief(models)}.",
             remedy='Write {"name": ModelConfig(model, args)}.',
         )
     return {name: _config(model) for name, model in named.items()}
@@ -93,7 +93,7 @@ def _config(model: Any) -> ModelConfig | Source:
         return model
     if not callable(model):
         raise OptionError(
-            f"{shown(model)} cannot be served.",
+            f"{in_brief(model)} cannot be served.",
             remedy="Give a ModelConfig, a function that makes one, or a tuned model.",
         )
     found: Source = model

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..calls.options import count_problem, names_problems, refuse, shown
+from ..calls.options import count_problem, in_brief, names_problems, refuse
 from ..errors import OptionError
 from .model_config import ModelConfig
 
@@ -59,7 +59,7 @@ def options_of(given: Mapping[str, Any]) -> ServerOptions:
         count_problem("max_queue", options.max_queue),
         count_problem("max_request_bytes", options.max_request_bytes),
         *(
-            f"{name} is {shown(port)}, no port"
+            f"{name} is {in_brief(port)}, no port"
             for name, port in (("http_port", options.http_port), ("grpc_port", options.grpc_port))
             if port is not None and not (isinstance(port, int) and 0 <= port < 1 << 16)
         ),
@@ -67,7 +67,7 @@ def options_of(given: Mapping[str, Any]) -> ServerOptions:
         if options.http_port and options.http_port == options.grpc_port
         else None,
         *(
-            f"{name} is {shown(value)}, no number of seconds"
+            f"{name} is {in_brief(value)}, no number of seconds"
             for name, value in (("timeout_s", options.timeout_s), ("drain_s", options.drain_s))
             if value is not None and not (isinstance(value, int | float) and value > 0)
         ),
@@ -82,6 +82,6 @@ def _check_tls(files: tuple[str, str]) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*files)
     except (OSError, ssl.SSLError, TypeError) as error:
         raise OptionError(
-            f"tls={shown(files)} cannot be read as a certificate and its key: {error}.",
+            f"tls={in_brief(files)} cannot be read as a certificate and its key: {error}.",
             remedy="Give two PEM files: (certificate chain, private key).",
         ) from error

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from ..artifacts.loading import load
 from ..artifacts.tuned_module import TunedModule
-from ..calls.options import refuse, shown
+from ..calls.options import in_brief, refuse
 from ..errors import OptionError
 from ..report.install_commands import install_extra
 from . import launch
@@ -126,11 +126,11 @@ def _check(replicas: Any, gpus: Any, target_requests: Any, options: Mapping[str,
         "application",
         None
         if whole and 0 <= counts[0] <= counts[1] and counts[1] > 0
-        else f"replicas is {shown(replicas)}: give a number, or (least, most)",
-        None if _is_number(gpus) and gpus >= 0 else f"gpus is {shown(gpus)}, no number of GPUs",
+        else f"replicas is {in_brief(replicas)}: give a number, or (least, most)",
+        None if _is_number(gpus) and gpus >= 0 else f"gpus is {in_brief(gpus)}, no number of GPUs",
         None
         if _is_number(target_requests) and target_requests > 0
-        else f"target_requests is {shown(target_requests)}, no number of requests",
+        else f"target_requests is {in_brief(target_requests)}, no number of requests",
         f"{of_proxies[0]} is said to Ray: ray.serve.start(http_options=…)" if of_proxies else None,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._version import __version__
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..errors import GraphwrightError, first_line
 from .interpreter import freeze_garbage_collector
 from .metrics import Metrics
@@ -199,7 +199,7 @@ class Repository:
         if parameters:
             raise RequestError(
                 Kind.UNSUPPORTED,
-                f"Models are loaded as the server was told to; {shown(', '.join(parameters))} "
+                f"Models are loaded as the server was told to; {in_brief(', '.join(parameters))} "
                 "cannot be given.",
             )
         entry = self._entry(name, "")
@@ -298,11 +298,11 @@ class Repository:
         if entry is None:
             known = ", ".join(self._entries) or "no model"
             raise RequestError(
-                Kind.NOT_FOUND, f"There is no model {shown(name)}; the server has {known}."
+                Kind.NOT_FOUND, f"There is no model {in_brief(name)}; the server has {known}."
             )
         if version not in ("", _VERSION):
             raise RequestError(
-                Kind.NOT_FOUND, f"{name} has no version {shown(version)}, only {_VERSION!r}."
+                Kind.NOT_FOUND, f"{name} has no version {in_brief(version)}, only {_VERSION!r}."
             )
         return entry
 

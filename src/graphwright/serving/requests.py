@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..calls.options import nearest, shown
+from ..calls.options import in_brief, nearest
 from ..calls.plurals import counted
 from .protocol import (
     BYTES,
@@ -62,7 +62,7 @@ def check_names(names: Iterable[str], what: str) -> None:
         if not name:
             raise invalid(f"An {what} has no name.")
         if name in known:
-            raise invalid(f"There are two {what}s of the name {shown(name)}.")
+            raise invalid(f"There are two {what}s of the name {in_brief(name)}.")
         known.add(name)
 
 
@@ -70,7 +70,7 @@ def check_datatype(datatype: str, name: str) -> None:
     """Refuse a datatype that the protocol does not know."""
     if datatype != BYTES and datatype not in DTYPES:
         raise invalid(
-            f"The tensor {shown(name)} is of an unknown datatype, {shown(datatype)}.",
+            f"The tensor {in_brief(name)} is of an unknown datatype, {in_brief(datatype)}.",
             nearest(datatype[:20], [*DTYPES, BYTES]) or f"Known are {', '.join([*DTYPES, BYTES])}.",
         )
 
@@ -79,13 +79,15 @@ def element_count(shape: Sequence[int], name: str) -> int:
     """How many elements a tensor of a shape has; refuses what is no shape, or of no use."""
     if len(shape) > MOST_DIMENSIONS:
         raise invalid(
-            f"The tensor {shown(name)} has {len(shape)} dimensions, "
+            f"The tensor {in_brief(name)} has {len(shape)} dimensions, "
             f"and at most {MOST_DIMENSIONS} are possible."
         )
     if any(size < 0 for size in shape):
-        raise invalid(f"The tensor {shown(name)} has a negative size in its shape {list(shape)}.")
+        raise invalid(
+            f"The tensor {in_brief(name)} has a negative size in its shape {list(shape)}."
+        )
     if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
-        raise invalid(f"The tensor {shown(name)} is too large: its shape is {list(shape)}.")
+        raise invalid(f"The tensor {in_brief(name)} is too large: its shape is {list(shape)}.")
     return math.prod(shape)
 
 
@@ -108,7 +110,7 @@ def numbers_from_bytes(
     size = element_count(shape, name) * dtype.itemsize
     if len(data) != size:
         raise invalid(
-            f"The tensor {shown(name)} has {len(data)} bytes of data, "
+            f"The tensor {in_brief(name)} has {len(data)} bytes of data, "
             f"and {datatype} of shape {list(shape)} has {size}."
         )
     if isinstance(data, memoryview) and _is_ready(data, dtype):
@@ -132,7 +134,7 @@ def numbers(
         return torch.empty(tuple(shape), dtype=dtype)
     tensor = torch.frombuffer(buffer, dtype=dtype)
     if dtype is torch.bool and int(tensor.view(torch.uint8).max()) > 1:
-        raise invalid(f"The tensor {shown(name)} of BOOL has bytes that are neither 0 nor 1.")
+        raise invalid(f"The tensor {in_brief(name)} of BOOL has bytes that are neither 0 nor 1.")
     return tensor.reshape(tuple(shape))
 
 
@@ -149,13 +151,13 @@ def strings_from_bytes(data: bytes | memoryview, shape: Sequence[int], name: str
     while start < end:
         if start + 4 > end:
             raise invalid(
-                f"The tensor {shown(name)} of BYTES ends within the length of an element."
+                f"The tensor {in_brief(name)} of BYTES ends within the length of an element."
             )
         (length,) = struct.unpack_from("<I", data, start)
         start += 4
         if start + length > end:
             raise invalid(
-                f"The tensor {shown(name)} of BYTES ends within an element: "
+                f"The tensor {in_brief(name)} of BYTES ends within an element: "
                 f"of {length} bytes there are {end - start}."
             )
         values.append(bytes(data[start : start + length]))
@@ -173,7 +175,7 @@ def check_count(found: int, count: int, shape: Sequence[int], name: str) -> None
     """Refuse more or fewer elements than a shape has."""
     if found != count:
         raise invalid(
-            f"The tensor {shown(name)} has {counted(found, 'element')}, "
+            f"The tensor {in_brief(name)} has {counted(found, 'element')}, "
             f"and its shape {list(shape)} has {count}."
         )
 
@@ -202,7 +204,7 @@ def check_inputs(inputs: Mapping[str, Value], declared: Sequence[TensorMetadata]
         wanted = (f"{each.name} {each.datatype} {list(each.shape)}" for each in declared)
         takes = f"it takes {', '.join(wanted)}."
         if unknown:
-            raise invalid(f"The model has no input {shown(unknown[0])}; {takes}")
+            raise invalid(f"The model has no input {in_brief(unknown[0])}; {takes}")
         raise invalid(f"The input {missing[0]!r} is missing; {takes}")
     for each in declared:
         given = inputs[each.name]
@@ -232,7 +234,7 @@ def deadline(
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or timeout < 0:
         raise invalid(
-            f"The parameter 'timeout' is {shown(timeout)}, no whole number of microseconds."
+            f"The parameter 'timeout' is {in_brief(timeout)}, no whole number of microseconds."
         )
     given = [] if client_s is None else [client_s]
     if timeout:

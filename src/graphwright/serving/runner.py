@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..artifacts.tuned_module import TunedModule
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..calls.plurals import counted
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule
@@ -224,7 +224,7 @@ class ModelRunner:
             if name not in known:
                 raise RequestError(
                     Kind.INVALID,
-                    f"The model has no output {shown(name)}; it gives {', '.join(known)}.",
+                    f"The model has no output {in_brief(name)}; it gives {', '.join(known)}.",
                 )
         inputs: Mapping[str, Any] = request.inputs
         if config.preprocess is not None:
@@ -278,7 +278,7 @@ class ModelRunner:
             if isinstance(value, torch.Tensor) and value.dtype in DATATYPES:
                 value = value.detach().cpu().contiguous()
             elif not isinstance(value, Strings):
-                _LOGGER.error("postprocess of %s gave %s for %r", self.name, shown(value), name)
+                _LOGGER.error("postprocess of %s gave %s for %r", self.name, in_brief(value), name)
                 raise RequestError(Kind.FAILED, "The server's postprocessing failed.")
             found[name] = value
         return found

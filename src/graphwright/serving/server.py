@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import uvicorn
 
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..calls.plurals import counted
 from ..errors import OptionError, first_line
 from . import grpc as grpc_transport
@@ -274,7 +274,7 @@ def source_of(model: ModelConfig | Source) -> Source:
         config = model if isinstance(model, ModelConfig) else model()
         if not isinstance(config, ModelConfig):
             raise OptionError(
-                f"{shown(model)} returned {shown(config)}, not a ModelConfig.",
+                f"{in_brief(model)} returned {in_brief(config)}, not a ModelConfig.",
                 remedy="Return ModelConfig(model, args).",
             )
         return config

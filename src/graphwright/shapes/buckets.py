@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import ge, index
 from typing import Any, TypeAlias
 
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..errors import OptionError
 from .optimal_buckets import Point, nestings
 
@@ -332,7 +332,7 @@ def _few(values: list[Any]) -> str:
 def _item(value: Any) -> str:
     """One of several values in an error, as it is written if that is short."""
     text = repr(value)
-    return shown(value) if len(text) > 60 or " at 0x" in text else text
+    return in_brief(value) if len(text) > 60 or " at 0x" in text else text
 
 
 def _no_names(given: object, names: list[Any]) -> list[str]:

@@ -15,7 +15,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import apart
-from ..calls.options import nearest, shown
+from ..calls.options import in_brief, nearest
 from ..calls.signature import Args, Kwargs
 from ..errors import OptionError, SignatureError, levels_above
 from ..graphs.taken_apart import holds_objects
@@ -135,7 +135,7 @@ class Dimensions:
             wrong = [each for each in pytree.tree_leaves(tree) if not _is_pad(each)]
             if wrong:
                 raise OptionError(
-                    f"pad has {shown(wrong[0])}, not a number.",
+                    f"pad has {in_brief(wrong[0])}, not a number.",
                     remedy="Write {'mask': 0}, a number for each tensor.",
                 )
         else:
@@ -144,7 +144,7 @@ class Dimensions:
                     raise OptionError(
                         f"{option}[{name!r}] is a dimension, and nothing says which one of the "
                         "tensor's it is.",
-                        remedy=f"Write the axis too: {{0: {shown(spec)}}}."
+                        remedy=f"Write the axis too: {{0: {in_brief(spec)}}}."
                         if isinstance(spec, str)
                         else "Write the axis too: {0: Dim('batch')}.",
                     )
@@ -221,7 +221,7 @@ class Dimensions:
             value = _follow(self.pad, path, name)
             if not _is_pad(value):
                 raise OptionError(
-                    f"pad has {shown(value)} for {name}, not a number.",
+                    f"pad has {in_brief(value)} for {name}, not a number.",
                     remedy="Write {'mask': 0}, a number for each tensor.",
                 )
             found.append(value)
@@ -252,7 +252,7 @@ class Dimensions:
             raise SignatureError(f"dynamic_shapes has dimensions for {name}, which is no tensor.")
         if not isinstance(spec, Mapping | tuple | list):
             raise OptionError(
-                f"dynamic_shapes has {shown(spec)} for {name}, not a dictionary by axis.",
+                f"dynamic_shapes has {in_brief(spec)} for {name}, not a dictionary by axis.",
                 remedy="Write {0: Dim('batch')}, or a tuple with an entry for each dimension.",
             )
         pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
@@ -260,7 +260,7 @@ class Dimensions:
         for axis, dim in pairs:
             if not isinstance(axis, int):
                 raise OptionError(
-                    f"dynamic_shapes has the axis {shown(axis)} for {name}, which is a tensor.",
+                    f"dynamic_shapes has the axis {in_brief(axis)} for {name}, which is a tensor.",
                     remedy="Write {0: Dim('batch')}: axes are numbers.",
                 )
             size = _size(dim)
@@ -298,7 +298,7 @@ def _refuse_other_trees(tree: Any, option: str) -> None:
     if tree is not None and not isinstance(tree, Mapping | tuple | list):
         example = "{'x': {0: Dim('batch')}}" if option == "dynamic_shapes" else "{'mask': 0}"
         raise OptionError(
-            f"{option} is {shown(tree)}, not a dictionary by argument.",
+            f"{option} is {in_brief(tree)}, not a dictionary by argument.",
             remedy=f"Write {example}, or a tuple that mirrors the positional arguments.",
         )
 
@@ -432,7 +432,7 @@ def _size(dim: Any) -> Size | None:
         one, two = int(fn(1)), int(fn(2))
         return Size(root.__name__, two - one, 2 * one - two)
     raise OptionError(
-        f"dynamic_shapes has {shown(dim)}, which names no dimension.",
+        f"dynamic_shapes has {in_brief(dim)}, which names no dimension.",
         remedy="Use torch.export.Dim('batch'), its name as a text, or None for a fixed size.",
     )
 

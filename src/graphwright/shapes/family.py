@@ -22,7 +22,7 @@ from ..graphs.memory import MemoryPool
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
 from ..graphs.turns import Busy, turns_of
-from ..report.progress import SHORT_S, shown
+from ..report.progress import SHORT_S, progress_shown
 from .aliasing import pattern_of
 from .dimensions import shape_at
 from .dynamic_signature import DynamicSignature
@@ -312,7 +312,7 @@ class ShapeFamily:
         known = self._verdicts.get(bucket)
         if known is None:
             title = f"proving that padding to {'×'.join(map(str, bucket))} is safe"
-            with shown(None, title, after_s=SHORT_S):
+            with progress_shown(None, title, after_s=SHORT_S):
                 self._observe_sample()
                 try:
                     known = self._try_bucket(bucket)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..calls.signature import Args, CallSignature, Kwargs, flatten
 from ..errors import OptionError
 from ..graphs.memory import MemoryPool
@@ -68,7 +68,7 @@ class BucketSelector:
     ) -> None:
         if not isinstance(buckets, Buckets):
             raise OptionError(
-                f"buckets is {shown(buckets)}, not a Buckets.",
+                f"buckets is {in_brief(buckets)}, not a Buckets.",
                 remedy="For example Buckets(batch=[1, 4, 16]).",
             )
         self.buckets = buckets

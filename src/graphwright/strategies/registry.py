@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..calls.options import items_problem, nearest, refuse, shown
+from ..calls.options import in_brief, items_problem, nearest, refuse
 from ..errors import OptionError
 from . import (
     aot_autograd,
@@ -240,7 +240,7 @@ def parse_candidates(
             found.append(Candidate(item))
         else:
             raise OptionError(
-                f"strategies holds {shown(item)}, which is no name and no strategy.",
+                f"strategies holds {in_brief(item)}, which is no name and no strategy.",
                 remedy="A strategy has name, complexity, probe() and build().",
             )
     return list({candidate.name: candidate for candidate in found}.values())

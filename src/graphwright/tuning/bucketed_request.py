@@ -19,7 +19,7 @@ from ..artifacts.padded_calls import (
     shape_key,
     strides_of,
 )
-from ..calls.options import shown
+from ..calls.options import in_brief
 from ..calls.signature import Args, CallSignature, Kwargs, Range, flatten, unflatten
 from ..calls.snapshots import Call
 from ..errors import OptionError, SignatureError
@@ -210,7 +210,7 @@ class BucketedRequest:
             by_point = {k if isinstance(k, tuple) else (k,): v for k, v in given.items()}
         if set(by_point) != set(points):
             raise OptionError(
-                f"weights is {shown(given)}, which does not give a weight to each bucket.",
+                f"weights is {in_brief(given)}, which does not give a weight to each bucket.",
                 remedy=f"For example weights={example}.",
             )
         return [by_point[point] for point in points]

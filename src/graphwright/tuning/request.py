@@ -19,13 +19,13 @@ from ..calls.options import (
     choice_problem,
     count_problem,
     flag_problem,
+    in_brief,
     is_positive,
     items_problem,
     kwargs_problem,
     nearest,
     positive_problem,
     refuse,
-    shown,
     texts_problem,
 )
 from ..calls.signature import SCALARS, Args, CallSignature, Kwargs, arguments_of, refuse_weights
@@ -363,7 +363,7 @@ def samples_of(
         or not samples
     ):
         raise OptionError(
-            f"samples is {shown(samples)}, not a list of calls.",
+            f"samples is {in_brief(samples)}, not a list of calls.",
             remedy="For example samples=[(x1,), (x8,)], or [{'x': x1}, ((x8,), {'flag': True})].",
         )
     if weights is not None:

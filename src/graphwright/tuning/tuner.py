@@ -38,7 +38,7 @@ from ..ops import compiled_checks
 from ..profiler.profile import Profile
 from ..profiler.profiler import profile as profile_of
 from ..report.environment import environment
-from ..report.progress import Progress, Silent, shown
+from ..report.progress import Progress, Silent, progress_shown
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status, Step
 from ..shapes.dimensions import within
@@ -223,7 +223,7 @@ def tune(
     )
     tuned: TunedModule = tuning
     if not background:
-        with shown(progress, f"tune({tuning.asked.name})") as listener:
+        with progress_shown(progress, f"tune({tuning.asked.name})") as listener:
             tuned = tuning.run(listener)
     return tuned
 

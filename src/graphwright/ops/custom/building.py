@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from ...errors import ExtensionError
-from ...report.progress import SHORT_S, shown
+from ...report.progress import SHORT_S, progress_shown
 from .diagnosis import diagnosed
 from .sources import Unit
 
@@ -101,7 +101,7 @@ def library(
                 shutil.rmtree(place, ignore_errors=True)
                 for left in place.parent.glob(f"{key}.*.new"):  # of builds that were killed
                     shutil.rmtree(left, ignore_errors=True)
-                with shown(False if quiet else None, f"building {name}", after_s=SHORT_S):
+                with progress_shown(False if quiet else None, f"building {name}", after_s=SHORT_S):
                     compiles = _compile_alone if alone else _compile
                     _build(unit, name, flags, place, compiles, verbose=verbose)
     except OSError as error:

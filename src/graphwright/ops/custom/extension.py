@@ -17,10 +17,10 @@ import torch
 from ...calls.fingerprint import described
 from ...calls.options import (
     flag_problem,
+    in_brief,
     items_problem,
     names_checked,
     refuse,
-    shown,
     texts_problem,
 )
 from ...errors import ExtensionError, OptionError
@@ -233,7 +233,7 @@ def extension(
         _source_problem("cuda", cuda),
         None
         if isinstance(functions, Mapping)
-        else f"functions is {shown(functions)}, not a dictionary: write "
+        else f"functions is {in_brief(functions)}, not a dictionary: write "
         "{'f': Function('(Tensor x) -> Tensor', fake=…)}",
         texts_problem("cflags", cflags),
         texts_problem("cuda_cflags", cuda_cflags),
@@ -255,7 +255,7 @@ def extension(
         known[own] = Function(function) if isinstance(function, str) else function
         if not isinstance(known[own], Function):
             raise OptionError(
-                f"functions[{own!r}] is {shown(function)}, neither a schema nor a Function.",
+                f"functions[{own!r}] is {in_brief(function)}, neither a schema nor a Function.",
                 remedy="Write Function('(Tensor x) -> Tensor', fake=…).",
             )
         validate(known[own], own)
@@ -284,7 +284,7 @@ def _source_problem(name: str, source: Any) -> str | None:
     wrong = [part for part in parts if not isinstance(part, str | os.PathLike)]
     if source is None or not wrong:
         return None
-    return f"{name} is {shown(wrong[0])}, not a source: write a text, a file, or a list of these"
+    return f"{name} is {in_brief(wrong[0])}, not a source: write a text, a file, or a list of these"
 
 
 def _made(recipe: _Recipe) -> Extension:

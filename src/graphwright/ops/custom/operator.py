@@ -13,7 +13,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
-from ...calls.options import shown
+from ...calls.options import in_brief
 from ...errors import ExtensionError, OptionError, first_line
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -197,7 +197,7 @@ def check_name(name: str, what: str) -> None:
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise OptionError(
-            f"{shown(name)} is no name for {what}.",
+            f"{in_brief(name)} is no name for {what}.",
             remedy="Use letters, digits and underscores, beginning with a letter.",
         )
     if what == "a function" and (name in _ATTRIBUTES or name.startswith("__")):

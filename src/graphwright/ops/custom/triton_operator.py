@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...calls.fingerprint import described
-from ...calls.options import callable_problem, items_problem, names_checked, refuse, shown
+from ...calls.options import callable_problem, in_brief, items_problem, names_checked, refuse
 from ...errors import ExtensionError, OptionError, first_line
 from .operator import Operator, Token, check_name
 from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
@@ -57,7 +57,9 @@ def triton_op(
     """
     refuse(
         "triton_op",
-        None if isinstance(name, str) else f"name is {shown(name)}, not a text: write 'mine::name'",
+        None
+        if isinstance(name, str)
+        else f"name is {in_brief(name)}, not a text: write 'mine::name'",
         callable_problem("function", function),
         items_problem("mutates_args", mutates_args, "names"),
         *(

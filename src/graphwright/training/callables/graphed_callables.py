@@ -16,10 +16,10 @@ from ...calls.options import (
     choice_problem,
     count_problem,
     flag_problem,
+    in_brief,
     kwargs_problem,
     names_checked,
     refuse,
-    shown,
 )
 from ...dispatch.graphed_callable import OnMiss
 from ...errors import CaptureError, OptionError
@@ -183,7 +183,7 @@ def _calls(
         kwargs = (None,) * len(callables)
     for what, given in (("sample_args", args), ("sample_kwargs", kwargs)):
         if not isinstance(given, tuple | list) or len(given) != len(callables):
-            count = len(given) if isinstance(given, tuple | list) else shown(given)
+            count = len(given) if isinstance(given, tuple | list) else in_brief(given)
             raise OptionError(
                 f"{what} has to be a tuple with one entry for each of the {len(callables)} "
                 f"callables, not {count}.",

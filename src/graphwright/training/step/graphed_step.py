@@ -21,10 +21,10 @@ from ...calls.options import (
     callable_problem,
     choice_problem,
     count_problem,
+    in_brief,
     kind_problem,
     names_checked,
     refuse,
-    shown,
 )
 from ...calls.plurals import counted
 from ...calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
@@ -553,9 +553,8 @@ def _optimizers_problem(optimizers: Any) -> str | None:
     listed = _listed(optimizers)
     for each in listed:
         if not any(map(is_initialized, with_wrapped([each]))):
-            return (
-                f"optimizer is {shown(each)}, which is not a torch.optim.Optimizer and wraps none"
-            )
+            what = "which is not a torch.optim.Optimizer and wraps none"
+            return f"optimizer is {in_brief(each)}, {what}"
     return None
 
 
@@ -570,4 +569,6 @@ def _scheduler_problem(scheduler: Any) -> str | None:
     """What is wrong with a scheduler, in words."""
     if scheduler is None or callable(getattr(scheduler, "step", None)):
         return None
-    return f"scheduler is {shown(scheduler)}, which has no step(): pass a learning-rate scheduler"
+    return (
+        f"scheduler is {in_brief(scheduler)}, which has no step(): pass a learning-rate scheduler"
+    )
