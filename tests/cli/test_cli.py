@@ -478,7 +478,10 @@ def test_what_tune_saves_runs(source: Path, tmp_path: Path) -> None:
         assert "was chosen" in result.stdout
         assert "first answer" in result.stdout
         assert "args[0]: 2×8 float32" in result.stdout
-        assert max(map(len, result.stdout.splitlines())) <= 80
+        *lines, last = result.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        given = " ".join([*map(str, more), "--trust"])
+        assert last == f"Serve it:  graphwright serve {file} {given} --device cpu"
     other = invoke("run", file, "--trust", "--model", f"{source}:Other")
     assert other.exit_code == 2
     assert "another model" in other.stderr
@@ -509,7 +512,7 @@ def test_in_place_of_a_winner_that_cannot_be_saved_the_best_is_that_can_be(
         result = invoke("tune", f"{source}:pair", *alone, "--fresh", "--save", file)
     assert result.exit_code == 0, result.output
     assert "fused was chosen" in " ".join(result.stdout.split())
-    said = result.stdout.splitlines()[-1]
+    said = result.stdout.partition("\nNext, in Python:\n")[0].splitlines()[-1]
     assert re.search(r"^fused, \d\S* \S+ a call, cannot be saved: it is of this moment\. ", said)
     assert re.search(r"Saved in its place: eager, \d\S* \S+ a call\. ", said)
     assert f"Saved as {file}" in said

@@ -36,7 +36,8 @@ def test_the_table_fits_a_terminal_and_names_everything() -> None:
     assert torch.__version__ in lines[0]
     for each in examined():
         assert any(line.split()[0] == each.state.value and each.name in line for line in lines[1:])
-    assert lines[-1] == summary(examined())
+    assert lines[-2] == summary(examined())
+    assert lines[-1] == "Next:  graphwright tune my_model.py:function"
 
 
 def test_json_says_the_same() -> None:
@@ -56,7 +57,7 @@ def test_without_a_compiler_it_says_what_for_and_how(monkeypatch: pytest.MonkeyP
     assert "apt install g++" in found.fix
     done = CliRunner().invoke(main, ["doctor"])
     assert done.exit_code == 0
-    assert "C++ compiler" in done.output.splitlines()[-1]
+    assert "C++ compiler" in done.output.splitlines()[-2]
 
 
 def test_a_cache_that_cannot_be_written_is_broken(

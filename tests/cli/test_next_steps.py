@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import graphwright as gw
 from graphwright.cli.main import main
-from graphwright.cli.next_steps import serving
+from graphwright.cli.next_steps import load_options, serving
 from graphwright.tuning import choice_cache
 
 SOURCE = """
@@ -238,8 +238,15 @@ def test_the_last_lines_save_serve_and_show_more(folder: Path) -> None:
     assert save == f"Save it:   graphwright tune {target} {given} --save pair.gw"
     assert more == f"See more:  graphwright tune {target} {given} --details"
     done = tuned(target, *QUICK, "--save", "out.gw", "--json", "out.json")
-    assert f"\nServe it:  graphwright serve out.gw --model {target}\n" in done.stdout
-    assert "\nSee more:  graphwright report out.json --details\n" in done.stdout
+    last = done.stdout.splitlines()[-3:]
+    assert last == [
+        f"Time it:   graphwright run out.gw --model {target}",
+        f"Serve it:  graphwright serve out.gw --model {target}",
+        "See more:  graphwright report out.json --details",
+    ]
+    before, _, after = done.stdout.partition("Next, in Python:\n")
+    assert "Saved as out.gw, " in before
+    assert "Saved as" not in after
     assert "Next" not in tuned(target, *QUICK, "--details").stdout
 
 
@@ -255,5 +262,5 @@ def test_the_last_lines_save_serve_and_show_more(folder: Path) -> None:
 def test_the_command_that_serves_a_file_has_what_loading_needs(
     strategy: str, model: bool, options: str
 ) -> None:
-    command = serving("out.gw", strategy, "net.py:net", model=model)
-    assert command == f"graphwright serve out.gw{options}"
+    found = load_options(strategy, "net.py:net", model=model)
+    assert serving(["out.gw", *found]) == f"Serve it:  graphwright serve out.gw{options}"

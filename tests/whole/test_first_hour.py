@@ -68,9 +68,9 @@ def python_in(text: str) -> str:
 
 
 def test_ten_commands_from_a_model_to_a_served_answer(folder: Path) -> None:
-    assert "C++ compiler" in run("graphwright doctor", folder)
+    tune = after("Next", run("graphwright doctor", folder)).replace(":function", ":model")
     strategies = "--strategies eager,eager:no_grad,torchscript:freeze"
-    tuned = run(f"graphwright tune my_model.py:model {strategies} --json r.json", folder)
+    tuned = run(f"{tune} {strategies} --json r.json", folder)
     again = run(after("Save it", tuned), folder)
     lines = python_in(again)
     (folder / "use.py").write_text(
@@ -82,13 +82,10 @@ def test_ten_commands_from_a_model_to_a_served_answer(folder: Path) -> None:
     assert "answered torch.Size([8, 10])" in used
     assert ("recalled True" in used) is ("not cached" not in lines)
     assert "torchscript:freeze" in run(after("See more", tuned), folder)
-    saved = re.search(r"^Saved as (\S+),", again, re.MULTILINE)
-    assert saved is not None
-    serve = after("Serve it", again)
-    assert saved[1] in serve
-    model = " --model my_model.py:model" if "--model" in serve else ""
-    trust = " --trust" if "--trust" in serve else ""
-    assert "latency" in run(f"graphwright run {saved[1]}{model}{trust}", folder)
+    timed = run(after("Time it", again), folder)
+    assert "latency" in timed
+    serve = after("Serve it", timed)
+    assert serve == after("Serve it", again)
     if shutil.which("curl") is None:
         pytest.skip("there is no curl; all commands before it worked")
     assert '"outputs"' in answer_of_server(f"{serve} --http-port 0 --grpc-port 0", folder)

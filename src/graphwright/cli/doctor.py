@@ -34,6 +34,7 @@ _EXTRAS = {
     "extension": "extension(): operators of your own in C++ and CUDA",
     "examples": "the examples, which embed real sentences",
 }
+_NEXT = "Next:  graphwright tune my_model.py:function"
 _DRIVER = "/proc/driver/nvidia/version"
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -93,7 +94,7 @@ def title() -> str:
 
 
 def show(items: Sequence[Item]) -> None:
-    """Print a table, and how many things are missing and broken."""
+    """Print a table, how many things are missing and broken, and what to do next."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -112,6 +113,8 @@ def show(items: Sequence[Item]) -> None:
     console.print(Text(title()))
     console.print(table)
     console.print(Text(summary(items)))
+    if all(item.state is not State.BROKEN for item in items):
+        console.print(Text(_NEXT))
 
 
 def summary(items: Sequence[Item]) -> str:

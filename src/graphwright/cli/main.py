@@ -247,7 +247,7 @@ def tune(
     from ..report.progress import progress_shown
     from ..report.terminal import show
     from ..tuning.tuner import Tuning
-    from .next_steps import commands, in_python, repeater, serving, words_of
+    from .next_steps import commands, in_python, load_options, repeater, words_of
     from .targets import load_target
 
     files = {
@@ -305,25 +305,24 @@ def tune(
         tuned = tuning.run(listener)
     result = tuning.report
     writers = report_writers(result, with_samples=with_samples)
-    served = None
+    saved = None
 
     def save(name: str) -> str:
-        nonlocal served
-        saved, text = save_winner(tuned, name)
-        served = serving(name, saved.strategy, target, model=saved.needs_model)
+        nonlocal saved
+        made, text = save_winner(tuned, name)
+        saved = [name, *load_options(made.strategy, target, model=made.needs_model)]
         return text
 
     if tuned is not None:
         writers["save"] = save
 
-    def printed() -> None:
-        show(result, details=details)
+    def print_next() -> None:
         if tuned is not None and not details:
             words = words_of(given, (*_FILES, "fresh"))
             click.echo(in_python(target, loaded, options, cached=tuning.cached))
-            click.echo(commands(target, words, served, json_file))
+            click.echo(commands(target, words, saved, json_file))
 
-    deliver(files, writers, printed)
+    deliver(files, writers, lambda: show(result, details=details), print_next)
     if tuned is None:
         kept = "" if save_file is None else ": no winner was saved"
         CTRL_C.tell(kept)
@@ -386,6 +385,7 @@ def run(
     html_file: str | None,
 ) -> None:
     """Load ARTIFACT, which `tune --save` wrote, and time its answers to its own sample inputs."""
+    from .next_steps import serving, words_of
     from .run import run_artifact, show, to_page
     from .targets import load_target
 
@@ -399,7 +399,8 @@ def run(
         model = load_target(target, (), place, inputs_needed=False).model
     trial = run_artifact(Path(artifact), model, trust=trust, device=place, calls=calls)
     writers = {"html": lambda name: write_text(name, to_page(trial))}
-    deliver(files, writers, lambda: show(trial))
+    words = words_of(click.get_current_context(), ("calls", "html_file"))
+    deliver(files, writers, lambda: show(trial), lambda: click.echo(serving([artifact, *words])))
 
 
 @main.command()

@@ -1,6 +1,7 @@
-"""What to do after `tune`: commands, and lines of Python that find its choice in the cache.
+"""What to do after a command: further commands, and after `tune` lines of Python, too.
 
-Both repeat the options of the run, since another option may mean another choice.
+The lines find its choice in the cache. All repeat the options of the run, since another option may
+mean another choice.
 """
 
 from __future__ import annotations
@@ -47,15 +48,24 @@ def repeater(target: str, words: Sequence[str]) -> Callable[[str], str]:
     return lambda strategy: shlex.join([*given, "--strategies", strategy, "--fresh"])
 
 
-def serving(file: str, strategy: str, target: str, *, model: bool) -> str:
-    """The command that serves a file of a strategy; `model` says whether it needs its model."""
+def load_options(strategy: str, target: str, *, model: bool) -> list[str]:
+    """The options with which `run` and `serve` load a file of a strategy.
+
+    Args:
+        strategy: its name.
+        target: the model that was tuned.
+        model: whether loading needs it.
+    """
     from ..strategies.registry import COMPILERS
 
-    words = ["graphwright", "serve", file]
-    words += ["--model", target] if model else []
     parts = strategy.split("+")
     code = any("trust" in needs(each) for each in COMPILERS if each.name in parts)
-    return shlex.join([*words, *["--trust"] * code])
+    return ["--model", target] * model + ["--trust"] * code
+
+
+def serving(saved: Sequence[str]) -> str:
+    """How to serve a file, which is followed by the options that load it."""
+    return f"Serve it:  {shlex.join(['graphwright', 'serve', *saved])}"
 
 
 def needs(compiler: Any) -> str:
@@ -70,19 +80,24 @@ def needs(compiler: Any) -> str:
     return "model, trust" if hasattr(compiler, "warm") else "model"
 
 
-def commands(target: str, words: Sequence[str], served: str | None, report: str | None) -> str:
-    """How to save or serve the choice, and to see more: a line each.
+def commands(
+    target: str, words: Sequence[str], saved: Sequence[str] | None, report: str | None
+) -> str:
+    """How to save the choice, or to time and serve what was saved, and to see more: a line each.
 
     Args:
         target: TARGET.
         words: the options of this run, but for files.
-        served: the command that serves the file that was saved; None if none was.
+        saved: the file that was saved, and the options that load it; None if none was.
         report: the file of the report, if it was saved.
     """
     again = shlex.join(["graphwright", "tune", target, *words])
     name = (target.rpartition(":")[2] or "model").rpartition(".")[2]
     more = again if report is None else f"graphwright report {shlex.quote(report)}"
-    first = f"Save it:   {again} --save {name}.gw" if served is None else f"Serve it:  {served}"
+    if saved is None:
+        first = f"Save it:   {again} --save {name}.gw"
+    else:
+        first = f"Time it:   {shlex.join(['graphwright', 'run', *saved])}\n{serving(saved)}"
     return f"{first}\nSee more:  {more} --details"
 
 

@@ -168,9 +168,19 @@ def save_winner(tuned: Any, name: str) -> tuple[Saved, str]:
 
 
 def deliver(
-    files: Mapping[str, str | None], writers: Mapping[str, _Writer], show: Callable[[], None]
+    files: Mapping[str, str | None],
+    writers: Mapping[str, _Writer],
+    show: Callable[[], None],
+    then: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write, then print: whoever reads may have gone. What fails keeps nothing else from it."""
+    """Write, then print: whoever reads may have gone. What fails keeps nothing else from it.
+
+    Args:
+        files: by option.
+        writers: likewise; what they return is printed after the results.
+        show: prints the results.
+        then: prints the next commands, last.
+    """
     from ..errors import GraphwrightError
     from ..report.terminal import printing
 
@@ -191,6 +201,7 @@ def deliver(
                 show()
                 for line in filter(None, messages):
                     click.echo(line)
+                then()
     for each in failed:
         click.echo(f"graphwright: {each}", err=True)
     if failed:
