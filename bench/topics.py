@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from graphwright.calls.plurals import counted
+
 from .architectures.table import WAYS as DIMENSIONS
 from .architectures.table import to_markdown as architectures_to_markdown
 from .breaks.run import to_markdown as breaks_to_markdown
@@ -246,8 +248,8 @@ def _buckets(results: Results) -> Outcome:
     ]
     return Outcome(
         f"{captures['prepared']} graphs answer all {figures['hits']:,} calls, "
-        f"{took['ratio']:.1f}× as fast as eager (median), with {captures['after']} captures after "
-        "`prepare`",
+        f"{took['ratio']:.1f}× as fast as eager (median), with "
+        f"{counted(captures['after'], 'capture')} after `prepare`",
         Bars(
             "Milliseconds of a call of MiniLM at random sizes, with buckets and in eager",
             "ms a call",

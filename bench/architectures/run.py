@@ -17,6 +17,7 @@ import transformers
 from tiny_architectures import CASES, FULL_BATCH, Case, errors
 
 import graphwright as gw
+from graphwright.calls.plurals import counted
 from graphwright.errors import GraphwrightError, first_line
 from graphwright.report.environment import environment
 
@@ -111,4 +112,4 @@ def failures(result: Row) -> Iterator[str]:
     for row in result["rows"]:
         for way in WAYS:
             if wrong := row[way].get("wrong"):
-                yield f"{row['model']}, {way}: {len(wrong)} calls, the first {wrong[0]}"
+                yield f"{row['model']}, {way}: {counted(len(wrong), 'call')}, the first {wrong[0]}"

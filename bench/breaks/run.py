@@ -283,7 +283,8 @@ def targets(result: Row) -> list[Row]:
         asked = FASTER if of_a_model else 1.0
         gave_up = bool(row["eager_calls"]) and not of_a_model
         met = eager / graph >= asked or gave_up
-        found.append({"target": f"{name}: {asked:g} times as fast as eager", "met": met})
+        times = f"{asked:g} times " if asked != 1 else ""
+        found.append({"target": f"{name}: {times}as fast as eager", "met": met})
         if of_a_model:
             floor = row.get("floor", {}).get("median", 0.0)
             met = graph <= OVER * floor + BESIDE_S

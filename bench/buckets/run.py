@@ -20,6 +20,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
+from graphwright.calls.plurals import counted
 from graphwright.evaluation.measurement import (
     DIGITS,
     Measurement,
@@ -142,18 +143,18 @@ def _timed(measured: Mapping[str, Measurement]) -> dict[str, Any]:
 def cost_of_padding(
     model: nn.Module, graphed: Any, tokens: list[int], timer: Timer, budget_s: float
 ) -> dict[str, Any]:
-    """A bucket's own size with and without buckets; a size below it filled up, and as it is."""
+    """A bucket's own size with and without buckets; a smaller call, padded and as it is."""
     draw = random.Random(1)
     exact = inputs_of(EXACT, tokens, draw, timer.device)
     below = inputs_of(BELOW, tokens, draw, timer.device)
     alone = gw.graph(model)
     small = gw.graph(model)
     calls = {
-        "bucket's own size, with buckets": functools.partial(graphed, **exact),
-        "bucket's own size, without": functools.partial(alone, **exact),
-        "below it, filled up": functools.partial(graphed, **below),
-        "below it, a graph of its own": functools.partial(small, **below),
-        "below it, eager": functools.partial(model, **below),
+        "a call of the bucket's size, with buckets": functools.partial(graphed, **exact),
+        "a call of the bucket's size, without buckets": functools.partial(alone, **exact),
+        "a smaller call, padded to the bucket": functools.partial(graphed, **below),
+        "a smaller call, with a graph of its own size": functools.partial(small, **below),
+        "a smaller call, eager": functools.partial(model, **below),
     }
     for call in calls.values():
         call()
@@ -168,15 +169,15 @@ def small_model(timer: Timer, budget_s: float) -> dict[str, Any]:
     alone, small = gw.graph(model), gw.graph(model)
     below = x[: bucket - 1].clone()
     calls = {
-        "bucket's own size, with buckets": functools.partial(graphed, x),
-        "bucket's own size, without": functools.partial(alone, x),
-        "below it, filled up": functools.partial(graphed, below),
-        "below it, a graph of its own": functools.partial(small, below),
-        "below it, eager": functools.partial(model, below),
+        "a call of the bucket's size, with buckets": functools.partial(graphed, x),
+        "a call of the bucket's size, without buckets": functools.partial(alone, x),
+        "a smaller call, padded to the bucket": functools.partial(graphed, below),
+        "a smaller call, with a graph of its own size": functools.partial(small, below),
+        "a smaller call, eager": functools.partial(model, below),
     }
     # The shortest way is for the kind of call that came last: each has a callable of its own.
     padded = gw.graph(model, buckets=gw.Buckets(batch=[bucket]))
-    calls["below it, filled up"] = functools.partial(padded, below)
+    calls["a smaller call, padded to the bucket"] = functools.partial(padded, below)
     for call in calls.values():
         call()
     return _timed(interleave(calls, timer, budget_s=budget_s))
@@ -274,16 +275,6 @@ def benchmark(out: Path, commit: str, *, quick: bool) -> bool:
     return bool(figures["within_tolerance"]) and not figures["captures"]["after"]
 
 
-# What the file calls its cases -> what a reader should see.
-SHOWN = {
-    "bucket's own size, with buckets": "a call of the bucket's size, with buckets",
-    "bucket's own size, without": "a call of the bucket's size, without buckets",
-    "below it, filled up": "a smaller call, padded to the bucket",
-    "below it, a graph of its own": "a smaller call, with a graph of its own size",
-    "below it, eager": "a smaller call, eager",
-}
-
-
 def to_markdown(result: Mapping[str, Any]) -> str:
     """The figures as a section of docs/results/buckets.md."""
     figures = result["figures"]
@@ -292,8 +283,8 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     lines = [
         f"{model}, {figures['calls']:,} calls of random batch and length, twice: "
         f"{figures['hits']:,} answered by {captures['prepared']} graphs, {figures['padded']:,} of "
-        f"these padded; {captures['after']} captures after `prepare`; largest difference from "
-        f"eager {figures['largest_difference']:.1e} of its largest value.",
+        f"these padded; {counted(captures['after'], 'capture')} after `prepare`; largest "
+        f"difference from eager {figures['largest_difference']:.1e} of its largest value.",
         "",
         "| | median, sizes seen before | 99th percentile | median, first pass |",
         "| --- | ---: | ---: | ---: |",
@@ -326,7 +317,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     padding = figures["padding"]
     for way in padding["minilm"]:
         times = [1e6 * padding[name][way]["latency_s"] for name in ("minilm", "mlp")]
-        lines.append(f"| {SHOWN.get(way, way)} | {times[0]:.1f} | {times[1]:.1f} |")
+        lines.append(f"| {way} | {times[0]:.1f} | {times[1]:.1f} |")
     return "\n".join([*lines, ""])
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphwright.calls.plurals import counted
 from graphwright.report.environment import environment
 
 from ..common.processes import command, variables
@@ -300,7 +301,7 @@ def to_markdown(result: Row) -> str:
         table.append(row)
     targets = result["targets"]
     missed = [target["target"] for target in targets if not target["met"]]
-    met = f"{len(targets) - len(missed)} of {len(targets)} targets met"
+    met = f"{len(targets) - len(missed)} of {counted(len(targets), 'target')} met"
     return "\n".join(
         [
             "Microseconds of a synchronised call: the median of "

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphwright.calls.plurals import counted
 from graphwright.errors import first_line
 from graphwright.evaluation.measurement import Measurement, Timer
 
@@ -198,15 +199,30 @@ def difference(result: Any, expected: Any) -> tuple[float, bool]:
     return largest, close
 
 
+# What torch.compile counts: for one, and for several.
+_COMPILATIONS = {
+    "graph break": "graph breaks",
+    "graph that runs without a CUDA graph": "graphs that run without a CUDA graph",
+    "graph out of the compiler's cache": "graphs out of the compiler's cache",
+}
+
+
 def compilations() -> dict[str, int]:
     """What torch.compile has counted in this process."""
     from torch._dynamo.utils import counters
 
-    return {
-        "graph breaks": sum(counters["graph_break"].values()),
-        "graphs that run without a CUDA graph": counters["inductor"]["cudagraph_skips"],
-        "graphs out of the compiler's cache": counters["inductor"]["fxgraph_cache_hit"],
-    }
+    found = (
+        sum(counters["graph_break"].values()),
+        counters["inductor"]["cudagraph_skips"],
+        counters["inductor"]["fxgraph_cache_hit"],
+    )
+    return dict(zip(_COMPILATIONS, found, strict=True))
+
+
+def compilations_since(before: Mapping[str, int]) -> list[str]:
+    """What torch.compile has counted since then, in words."""
+    more = {what: count - before[what] for what, count in compilations().items()}
+    return [counted(n, what, _COMPILATIONS[what]) for what, n in more.items() if n > 0]
 
 
 def set_up(
@@ -245,9 +261,8 @@ def set_up(
             rows[way] = {"status": "failed", "reason": first_line(error)}
         rows[way]["notes"] = case.notes[:]
         case.notes.clear()
-        for what, count in (compilations() if before else {}).items():
-            if count > before[what]:
-                rows[way]["notes"].append(f"{count - before[what]} {what}")
+        if before:
+            rows[way]["notes"] += compilations_since(before)
     # Once all are there: none may have spoilt another.
     begun("the comparison with eager", rows)
     expected = case.on_others(case.model)()

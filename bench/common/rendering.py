@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from graphwright.calls.plurals import counted
+
 Result = dict[str, Any]
 Table = list[list[str]]  # the headings, then the rows
 
@@ -84,7 +86,7 @@ def verdicts(found: Sequence[Result]) -> Table:
 
 def verdict(found: Sequence[Result]) -> str:
     """How many targets were met and which were missed, as a sentence."""
-    met = f"{sum(t['met'] is True for t in found)} of {len(found)} targets met"
+    met = f"{sum(t['met'] is True for t in found)} of {counted(len(found), 'target')} met"
     missed = [_missed(t) for t in found if t["met"] is False]
     return f"{met}; missed: {'; '.join(missed)}." if missed else f"{met}."
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import graphwright as gw
+from graphwright.calls.plurals import counted
 from graphwright.report.environment import environment
 from graphwright.report.report import Report
 from graphwright.report.result import Row
@@ -83,7 +84,7 @@ def to_markdown(result: Figures) -> str:
     """A row a model: each way's time, and its share of eager's."""
     where = result["environment"]
     ways = WAYS["cuda" if "gpu" in where else "cpu"]
-    place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
+    place = where.get("gpu", f"{where['processor']}, {counted(int(where['threads']), 'thread')}")
     lines = [
         f"Milliseconds of a synchronised call ({place}, PyTorch {where['torch']}). In brackets: "
         "the ratio to eager, timed in turns. All results were verified against float64.",

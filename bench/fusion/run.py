@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphwright.calls.plurals import counted
 from graphwright.calls.snapshots import Call
 from graphwright.evaluation.reference import reference
 from graphwright.evaluation.verification import verify
@@ -245,7 +246,7 @@ def to_markdown(result: Row) -> str:
     gpu = "gpu" in where
     shown = (*WAYS, "convolution alone", "pool alone")
     used = [w for w in shown if any("median" in r["ways"].get(w, {}) for r in result["models"])]
-    place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
+    place = where.get("gpu", f"{where['processor']}, {counted(int(where['threads']), 'thread')}")
     how = ", each as a CUDA graph" if gpu else ""
     lines = [
         f"`fuse()` and its alternatives ({place}, PyTorch {where['torch']}){how}: medians in ms.",

@@ -35,6 +35,7 @@ import torch
 from open_inference.grpc import protocol as messages
 from open_inference.grpc.service import GRPCInferenceServiceStub
 
+from graphwright.calls.plurals import counted
 from graphwright.report.environment import environment
 
 from ..common.processes import variables
@@ -137,13 +138,15 @@ def problems(found: Figures) -> list[str]:
         if end - start > allowed:
             wrong.append(f"{what} grew from {start:g} to {end:g}, by more than {allowed:g}")
     counts = found["requests"]
-    wrong += [f"{counts[kind]} requests were {kind}" for kind in ("wrong", "lost") if counts[kind]]
+    wrong += [
+        counted(counts[kind], f"{kind} request") for kind in ("wrong", "lost") if counts[kind]
+    ]
     # Clients that leave may have been answered or not.
     least, most = counts["right"], counts["right"] + counts["left"]
     if not least <= found["server"]["answered"] <= most:
         wrong.append(f"the server counts {found['server']['answered']} answers, not {least}")
     if found["server"]["waiting"]:
-        wrong.append(f"{found['server']['waiting']} requests still wait")
+        wrong.append(f"{counted(found['server']['waiting'], 'request')} still waiting")
     if found["server"]["ended"] != 0:
         wrong.append(f"the server ended with {found['server']['ended']}")
     return wrong

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 import graphwright as gw
+from graphwright.calls.plurals import counted
 from graphwright.errors import first_line
 from graphwright.evaluation.measurement import DIGITS, Measurement, Timer, collection_held_off
 from graphwright.report.environment import environment
 
-from ..common.peers import compilations
+from ..common.peers import compilations, compilations_since
 from .cases import MODELS, Task, task
 from .ways import COMPILED, EAGER, FUSED, PLAIN, WAYS, Trainer, eager, left_out, settle
 
@@ -115,9 +116,8 @@ def _set_up(way: str, one: Task, timer: Timer, trainers: dict[str, Trainer]) -> 
         notes += trainer.notes
     except Exception as error:
         row = {"status": "failed", "reason": first_line(error)}
-    for what, count in (compilations() if before else {}).items():
-        if count > before[what]:
-            notes.append(f"{count - before[what]} {what}")
+    if before:
+        notes += compilations_since(before)
     return row | {"notes": notes}
 
 
@@ -127,7 +127,8 @@ def _went(graphed: gw.GraphedStep, notes: list[str]) -> Figures:
     # The first step of an optimizer makes its state, and is eager by design.
     if sum(now.eager.values()) > 1:
         notes.append(
-            "went eager: " + ", ".join(f"{n} steps, {why}" for why, n in now.eager.items())
+            "went eager: "
+            + ", ".join(f"{counted(n, 'step')}, {why}" for why, n in now.eager.items())
         )
     if now.captures > 1:
         notes.append(f"was captured {now.captures} times")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from graphwright.calls.plurals import counted
+
 from ..common.rendering import (
     MIB,
     Result,
@@ -78,7 +80,7 @@ def targets(result: Result) -> list[Result]:
         found += [_memory(name, model, ours), _loss(name, model)]
     total = len(result["models"])
     mean = statistics.geometric_mean(gains) if gains else None
-    where = f"{len(gains)} of {total} models"
+    where = f"{len(gains)} of {counted(total, 'model')}"
     met = len(gains) == total and _at_least(mean, MEAN)
     what = f"geometric mean of the best of the others over the best of ours, ≥ {MEAN:g}"
     return [*found, target(what, where, mean, MEAN, "", met)]

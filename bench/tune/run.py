@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 import graphwright as gw
+from graphwright.calls.plurals import counted
 from graphwright.evaluation.measurement import Timer, interleave
 from graphwright.report.environment import environment
 
@@ -126,7 +127,9 @@ def measure(
         row = rows[CHOSEN]
         row["chosen"] = figures["report"]["chosen"]
         row["elsewhere"] = {k: n for k, n in calls[CHOSEN].calls.items() if k != "tuned"}
-        row["notes"] += [f"{n} calls went to {kind}" for kind, n in row["elsewhere"].items()]
+        row["notes"] += [
+            f"{counted(n, 'call')} went to {kind}" for kind, n in row["elsewhere"].items()
+        ]
     return figures
 
 

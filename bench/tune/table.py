@@ -6,6 +6,7 @@ import html
 import json
 import statistics
 
+from graphwright.calls.plurals import counted
 from graphwright.errors import GraphwrightError
 from graphwright.report.markdown import to_markdown as report_to_markdown
 from graphwright.report.report import Report
@@ -78,7 +79,7 @@ def _mean(models: dict[str, Result], peer: str, factor: float) -> Result:
         mine, theirs = latency(model, CHOSEN), latency(model, peer)
         if mine is not None and theirs is not None:
             ratios.append(theirs / mine)
-    which = f"{len(ratios)} of {len(models)} models"
+    which = f"{len(ratios)} of {counted(len(models), 'model')}"
     if not ratios:
         # A model that failed early has no row of it.
         rows = [row for model in models.values() if (row := model.get("ways", {}).get(peer))]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
+from graphwright.calls.plurals import counted
 from graphwright.calls.snapshots import Call
 from graphwright.errors import first_line
 from graphwright.evaluation.reference import reference
@@ -149,7 +150,7 @@ def targets(result: Row) -> list[Row]:
 def to_markdown(result: Row) -> str:
     """A row a model."""
     where = result["environment"]
-    place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
+    place = where.get("gpu", f"{where['processor']}, {counted(int(where['threads']), 'thread')}")
     lines = [
         f"Drawn by the seed {result['seed']}; default configurations, random weights ({place},",
         f"PyTorch {where['torch']}). Milliseconds of a replay at batch 1 and 8; seconds of",

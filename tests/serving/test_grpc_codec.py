@@ -210,7 +210,7 @@ CONFUSED: dict[str, tuple[messages.ModelInferRequest, str]] = {
     ),
     "too few contents": (
         message(raw("FP32", [1], "w"), raw("FP32", [1]), raw_input_contents=[F4]),
-        "1 raw contents for 2 inputs: none for 'x'",
+        "1 raw content for 2 inputs: none for 'x'",
     ),
     "both": (
         message(typed("FP32", [1], fp32_contents=[1]), raw_input_contents=[F4]),
@@ -235,7 +235,7 @@ CONFUSED: dict[str, tuple[messages.ModelInferRequest, str]] = {
     "length cut": (message(raw(BYTES, [1]), raw_input_contents=[b"\1\0"]), "length of an element"),
     "element cut": (
         message(raw(BYTES, [1]), raw_input_contents=[b"\2\0\0\0a"]),
-        "of 2 bytes there are 1",
+        "it has 1 of 2 bytes",
     ),
     "too few strings": (message(raw(BYTES, [2]), raw_input_contents=[F4]), "1 element"),
     "too many strings": (message(raw(BYTES, [0]), raw_input_contents=[F4]), "1 element"),
@@ -264,7 +264,7 @@ def test_a_confused_request_is_refused_and_its_tensor_named(what: str) -> None:
     [
         (message(raw("FP32", [0], "")), "An input has no name"),
         (message(outputs=[{}]), "An output has no name"),
-        (message(raw_input_contents=[F4]), "1 raw contents for 0 inputs"),
+        (message(raw_input_contents=[F4]), "1 raw content for 0 inputs"),
         (message(parameters={"timeout": {"int64_param": -1}}), "'timeout' is -1"),
         (message(parameters={"timeout": {"bool_param": True}}), "'timeout' is True"),
         (message(parameters={"timeout": {"string_param": "1s"}}), "'timeout' is '1s'"),

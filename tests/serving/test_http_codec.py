@@ -380,7 +380,9 @@ UNREADABLE = {
     ),
     "no binary data": Unreadable("the body has 0", asked_binary("FP32", [1], 4)),
     "little binary data": Unreadable("the body has 3", asked_binary("FP32", [1], 4), b"abc"),
-    "much binary data": Unreadable("1 bytes that", asked_binary("FP32", [1], 4), b"abcde"),
+    "much binary data": Unreadable(
+        "1 byte after its last input", asked_binary("FP32", [1], 4), b"abcde"
+    ),
     "a size for another shape": Unreadable("has 8", asked_binary("FP32", [2], 4), b"abcd"),
     "a negative size of data": Unreadable("is -4", asked_binary("FP32", [1], -4), b"abcd"),
     "a size of data as text": Unreadable('is "4"', asked_binary("FP32", [1], "4"), b"abcd"),

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 import graphwright as gw
+from bench.common.peers import compilations, compilations_since
 from graphwright.calls.plurals import counted
 from graphwright.checker.checker import check
 from graphwright.checker.summary import summary
+from graphwright.errors import OptionError
+from graphwright.serving import http_codec, requests
+from graphwright.serving.protocol import RequestError
 
 
 @pytest.mark.parametrize(
@@ -61,3 +69,35 @@ def test_steps_are_counted() -> None:
         assert repr(graphed).endswith(": 1 graph>")
         graphed(torch.ones(2))
         assert "1 step replayed, 1 capture\n" in graphed.explain()
+
+
+def test_samples_are_counted() -> None:
+    with pytest.raises(OptionError, match=r"for each of 1 sample\."):
+        gw.tune(torch.sin, samples=[(torch.ones(2),)], weights=[1.0, 2.0])
+
+
+def test_bytes_are_counted() -> None:
+    with pytest.raises(RequestError, match="has 1 byte of data, "):
+        requests.numbers_from_bytes(b"1", "FP32", [1], "x")
+    entry = {"name": "x", "shape": [1], "datatype": "FP32", "data": [1.0]}
+    body = json.dumps({"inputs": [entry]}).encode()
+    for more, said in ((b"1", "has 1 byte after"), (b"12", "has 2 bytes after")):
+        with pytest.raises(RequestError, match=said):
+            http_codec.decode_infer(
+                memoryview(bytearray(body + more)),
+                len(body),
+                model="m",
+                version="",
+                received=time.monotonic(),
+                timeout_s=None,
+            )
+
+
+def test_what_torch_compile_has_counted_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = {"graph_break": Counter(why=1), "inductor": Counter(fxgraph_cache_hit=2)}
+    monkeypatch.setattr("torch._dynamo.utils.counters", counters)
+    before = compilations()
+    assert compilations_since(before) == []
+    counters["graph_break"]["another"] += 1
+    counters["inductor"]["fxgraph_cache_hit"] += 2
+    assert compilations_since(before) == ["1 graph break", "2 graphs out of the compiler's cache"]

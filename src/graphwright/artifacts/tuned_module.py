@@ -584,7 +584,7 @@ class TunedModule(ModuleProxy):
                 "It holds a copy of the weights: after a change of them calls go to the module "
                 "itself. Changes through .data, NumPy or a pointer are "
                 + ("not noticed without audit=N." if every is None else "looked for,")
-                + ("" if every is None else f" once in {every} calls.")
+                + ("" if every is None else f" once in {counted(every, 'call')}.")
             )
         if choice.watch is not None:
             lines += [*cost_in_words(choice.watch), *unread_in_words(choice.watch)]

@@ -19,6 +19,7 @@ from ..calls.options import (
     positive_problem,
     refuse,
 )
+from ..calls.plurals import counted
 from ..calls.signature import flatten
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule
@@ -193,7 +194,7 @@ class _Diagnosing:
     def _difference(self, replayed: RunResult, eager: RunResult) -> str | None:
         """How the results of the call differ, if they do."""
         if len(replayed.results) != len(eager.results):
-            return f"{len(replayed.results)} results instead of {len(eager.results)}"
+            return f"{counted(len(replayed.results), 'result')} instead of {len(eager.results)}"
         for number, (its, own) in enumerate(zip(replayed.results, eager.results, strict=True), 1):
             what = difference(its, own)
             if what is not None:

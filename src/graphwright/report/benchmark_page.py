@@ -34,9 +34,9 @@ _OWN_GRAPH = "a graph of its own"
 _BOUNDS = ("floor", "hand", _OWN_GRAPH)
 # What the benchmark of buckets calls its ways to answer a call that is smaller than a bucket.
 _PADDED = {
-    "below it, eager": EAGER,
-    "below it, filled up": "graphwright.padded to a bucket",
-    "below it, a graph of its own": _OWN_GRAPH,
+    "a smaller call, eager": EAGER,
+    "a smaller call, padded to the bucket": "graphwright.padded to a bucket",
+    "a smaller call, with a graph of its own size": _OWN_GRAPH,
 }
 # Benchmarks whose figure is the time of calls back to back.
 _BACK_TO_BACK = ("training",)

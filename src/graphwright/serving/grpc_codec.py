@@ -12,6 +12,7 @@ from typing import Any
 from open_inference.grpc import protocol as messages
 
 from ..calls.options import in_brief
+from ..calls.plurals import counted
 from . import grpc_extensions as extensions
 from . import requests
 from .aside import SMALL
@@ -247,7 +248,8 @@ def _inputs(message: messages.ModelInferRequest) -> dict[str, Value]:
     if len(raw) != len(message.inputs):
         lacking = [in_brief(tensor.name) for tensor in message.inputs[len(raw) :]]
         raise requests.invalid(
-            f"There are {len(raw)} raw contents for {len(message.inputs)} inputs"
+            f"The message has {counted(len(raw), 'raw content')} for "
+            f"{counted(len(message.inputs), 'input')}"
             + (f": none for {', '.join(lacking[:10])}." if lacking else ".")
         )
     return {

@@ -194,7 +194,8 @@ def decode_infer(
     end = len(body) if length is None else length
     if end > len(body):
         raise _invalid(
-            f"Inference-Header-Content-Length is {end}, and the body has {len(body)} bytes."
+            f"Inference-Header-Content-Length is {end}, and the body has "
+            f"{counted(len(body), 'byte')}."
         )
     asked = _object(body[:end])
     parameters = _parameters(asked, "parameters")
@@ -211,7 +212,7 @@ def decode_infer(
             raise _invalid(f"{field}.name is {_shown(name)}, as that of another input.")
         inputs[name], end = _input(entry, field, body, end)
     if end != len(body):
-        raise _invalid(f"The body has {len(body) - end} bytes that are of no input.")
+        raise _invalid(f"The body has {counted(len(body) - end, 'byte')} after its last input.")
 
     outputs: dict[str, None] = {}
     chosen: dict[str, bool] = {}
@@ -467,7 +468,9 @@ def _input(entry: Object, field: str, body: memoryview, at: int) -> tuple[Value,
         raise _invalid(f"{field} is {_shown(size)}; it has to be a number of bytes.")
     end = at + size
     if end > len(body):
-        raise _invalid(f"{field} is {size}, and the body has {len(body) - at} bytes of it.")
+        raise _invalid(
+            f"{field} is {size}, and the body has {counted(len(body) - at, 'byte')} of it."
+        )
     return _from_bytes(body[at:end], datatype, shape, name), end
 
 

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import torch
 
+from ..calls.plurals import counted
 from ..errors import GraphwrightError
 
 BYTES = "BYTES"
@@ -92,7 +93,7 @@ class Strings:
 
     def __post_init__(self) -> None:
         if math.prod(self.shape) != len(self.values):
-            raise ValueError(f"{len(self.values)} values do not fill the shape {self.shape}")
+            raise ValueError(f"The shape {self.shape} has {counted(len(self.values), 'value')}.")
 
 
 # Numbers are tensors on the CPU, contiguous.

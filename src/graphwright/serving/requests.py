@@ -110,7 +110,7 @@ def numbers_from_bytes(
     size = element_count(shape, name) * dtype.itemsize
     if len(data) != size:
         raise invalid(
-            f"The tensor {in_brief(name)} has {len(data)} bytes of data, "
+            f"The tensor {in_brief(name)} has {counted(len(data), 'byte')} of data, "
             f"and {datatype} of shape {list(shape)} has {size}."
         )
     if isinstance(data, memoryview) and _is_ready(data, dtype):
@@ -158,7 +158,7 @@ def strings_from_bytes(data: bytes | memoryview, shape: Sequence[int], name: str
         if start + length > end:
             raise invalid(
                 f"The tensor {in_brief(name)} of BYTES ends within an element: "
-                f"of {length} bytes there are {end - start}."
+                f"it has {end - start} of {counted(length, 'byte')}."
             )
         values.append(bytes(data[start : start + length]))
         start += length

@@ -28,6 +28,7 @@ from ..calls.options import (
     refuse,
     texts_problem,
 )
+from ..calls.plurals import counted
 from ..calls.signature import SCALARS, Args, CallSignature, Kwargs, arguments_of, refuse_weights
 from ..calls.snapshots import Call
 from ..calls.watch import Checks
@@ -371,7 +372,8 @@ def samples_of(
     given = [1.0] * len(samples) if weights is None else list(weights)
     if len(given) != len(samples) or not all(map(is_positive, given)):
         raise OptionError(
-            f"weights is {weights!r:.60}, not a positive number for each of {len(samples)} samples."
+            f"weights is {weights!r:.60}, not a positive number for each of "
+            f"{counted(len(samples), 'sample')}."
         )
     calls: dict[str, tuple[float, Call]] = {}
     for index, (weight, sample) in enumerate(zip(given, samples, strict=True)):
