@@ -123,18 +123,54 @@ def test_ones_that_are_no_mask_need_no_note() -> None:
 
 
 def test_what_eager_does_not_survive_judges_nobody() -> None:
-    """Of a mask without a batch nothing says that it is one."""
+    def scaled(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return x / (count - 1)
 
-    def zeros_for_nothing(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return pooled(x, mask).nan_to_num()
-
-    ref = made(pooled, torch.randn(16, 8), torch.ones(16, dtype=torch.long))
-    assert ref.left_out == ["args[1] of zeros"]
+    ref = made(scaled, torch.randn(16, 8), torch.tensor(2))
+    assert ref.left_out == ["args[1] of 1"]
     assert ref.notes == [
-        "Not verified with args[1] of zeros: eager gives NaN or Inf, unlike for your sample"
+        "Not verified with args[1] of 1: eager gives NaN or Inf, unlike for your sample"
     ]
-    assert verify(zeros_for_nothing, ref).ok
+    assert verify(lambda x, count: scaled(x, count).nan_to_num(posinf=0, neginf=0), ref).ok
+    assert not verify(lambda x, count: x * 2, ref).ok
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool])
+def test_a_mask_without_a_batch_is_a_row(dtype: torch.dtype) -> None:
+    sample = torch.randn(16, 8), torch.ones(16, dtype=dtype)
+    for name, (_, mask) in varied(*sample).items():
+        assert begins_with(mask[None], True)
+        assert bool(mask.all()) is not name.startswith("random")
+    ref = made(pooled, *sample)
+    words = ("ones", "zeros") if dtype is torch.long else ("True", "False")
+    assert ref.left_out == []
+    assert ref.notes == [
+        f"args[1] is all {words[0]}: verified with ragged masks too, which begin with {words[0]}, "
+        f"but with none of {words[1]} alone"
+    ]
+    assert verify(lambda x, mask: pooled(x, mask).nan_to_num(), ref).ok
     assert not verify(lambda x, mask: x.mean(0), ref).ok
+
+
+@pytest.mark.parametrize(
+    "given", [torch.ones(1).long(), torch.ones(()).long(), torch.full((4,), 3), torch.full((1,), 2)]
+)
+def test_what_is_no_mask_is_lowered(given: torch.Tensor) -> None:
+    *_, (lowered, _) = varied(given, torch.randn(4, 8)).values()
+    assert torch.equal(lowered, given - 1)
+
+
+def test_ones_that_nothing_is_as_long_as_are_no_mask() -> None:
+    *_, (lowered, _) = varied(torch.ones(3).long(), torch.randn(4, 8)).values()
+    assert torch.equal(lowered, torch.zeros(3).long())
+
+
+def test_a_vector_of_floats_is_data() -> None:
+    """Values of a row are drawn and permuted each for itself."""
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.rand(32, generator=generator) < 0.5).float()
+    assert not torch.equal(varied(x)["the sample's values permuted"][0], x)
+    assert not begins_with(varied(torch.ones(32))["random inputs 1"][0][None], True)
 
 
 def test_where_eager_refuses_other_integers_the_rest_is_varied() -> None:

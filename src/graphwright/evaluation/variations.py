@@ -8,6 +8,7 @@ whole is undefined: kernels that are right give NaN, zeros or a mean there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -31,15 +32,18 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[V
     Integers that are all equal, and no mask, are lowered by one in a variation of their own, since
     a value that never changes proves nothing.
     """
+    masks = _Masks.of(call)
     changes: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = [
-        (f"random inputs {index + 1}", "", lambda t: _drawn(t, generator)) for index in range(draws)
+        (f"random inputs {index + 1}", "", lambda t: _drawn(t, masks, generator))
+        for index in range(draws)
     ]
-    changes.append(("the sample's values permuted", "", lambda t: _permuted(t, generator)))
-    if any(_is_flippable(t) for t in call.tensors()):
-        changes.append(("booleans flipped", "", lambda t: ~t if _is_flippable(t) else t))
-    flags = {n: t for n, t in call.leaves().items() if isinstance(t, torch.Tensor) and _is_flag(t)}
+    changes.append(("the sample's values permuted", "", lambda t: _permuted(t, masks, generator)))
+    if any(_is_flippable(t, masks) for t in call.tensors()):
+        changes.append(("booleans flipped", "", lambda t: ~t if _is_flippable(t, masks) else t))
+    leaves = [(n, t) for n, t in call.leaves().items() if isinstance(t, torch.Tensor)]
+    flags = {name: tensor for name, tensor in leaves if _is_flag(tensor, masks)}
     if flags:
-        changes.append((*_lowered_in_words(flags), lambda t: t - 1 if _is_flag(t) else t))
+        changes.append((*_lowered_in_words(flags), lambda t: t - 1 if _is_flag(t, masks) else t))
     if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
         return
     for name, hint, change in changes:
@@ -67,17 +71,18 @@ def milder(sample: Call, other: Call) -> Iterator[tuple[str, Call]]:
 
 def notes_on_masks(call: Call) -> list[str]:
     """How masks that hold a single value were varied, in words."""
-    found = []
+    found, masks = [], _Masks.of(call)
     for name, leaf in call.leaves().items():
         if not isinstance(leaf, torch.Tensor) or not _is_integer(leaf):
             continue
-        mask = _Mask.of(leaf)
+        mask = masks.find(leaf)
         if mask is not None and bool((mask.rows == mask.rows[0, 0]).all()):
             words = ("False", "True") if leaf.dtype is torch.bool else ("zeros", "ones")
             value, other = words if not mask.rows[0, 0] else words[::-1]
+            whose, none = ("whose rows", "no row") if leaf.dim() > 1 else ("which", "none")
             found.append(
-                f"{name} is all {value}: verified with ragged masks too, whose rows begin with "
-                f"{value}, but with no row of {other} alone"
+                f"{name} is all {value}: verified with ragged masks too, {whose} begin with "
+                f"{value}, but with {none} of {other} alone"
             )
     return found
 
@@ -112,15 +117,6 @@ class _Mask:
     tensor: torch.Tensor
     axis: int
     rows: torch.Tensor
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Mask | None:
-        """None if it is no mask: its first dimension is the batch, and zeros alone may be ids."""
-        long = [axis for axis in range(1, tensor.dim()) if tensor.shape[axis] > 1]
-        if not long or not tensor.numel() or not _is_binary(tensor):
-            return None
-        rows = tensor.detach().movedim(long[-1], -1).reshape(-1, tensor.shape[long[-1]])
-        return cls(tensor, long[-1], rows.cpu().bool())
 
     def has_in_each_row(self, value: bool) -> bool:
         """Whether no row lacks a value."""
@@ -172,6 +168,31 @@ class _Mask:
         return made.to(self.tensor.device, self.tensor.dtype)
 
 
+@dataclass(frozen=True)
+class _Masks:
+    """Finds the masks of a call; `lengths` are sizes that more than one of its tensors have."""
+
+    lengths: frozenset[int]
+
+    @classmethod
+    def of(cls, call: Call) -> _Masks:
+        sizes = Counter(size for tensor in call.tensors() for size in {*tensor.shape})
+        return cls(frozenset(size for size, count in sizes.items() if count > 1))
+
+    def find(self, tensor: torch.Tensor) -> _Mask | None:
+        """None if it is no mask: zeros alone may be ids.
+
+        The first dimension is the batch. Where it is the only one, it is a row if there is
+        something that it may mask; floats are data then.
+        """
+        is_row = tensor.dim() == 1 and len(tensor) in self.lengths and _is_integer(tensor)
+        long = [axis for axis in range(not is_row, tensor.dim()) if tensor.shape[axis] > 1]
+        if not long or not tensor.numel() or not _is_binary(tensor):
+            return None
+        rows = tensor.detach().movedim(long[-1], -1).reshape(-1, tensor.shape[long[-1]])
+        return _Mask(tensor, long[-1], rows.cpu().bool())
+
+
 def _is_integer(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex()
 
@@ -185,18 +206,18 @@ def _is_binary(tensor: torch.Tensor) -> bool:
     return bool(((values == 0) | ones).all()) and bool(ones.any())
 
 
-def _is_flag(tensor: torch.Tensor) -> bool:
+def _is_flag(tensor: torch.Tensor, masks: _Masks) -> bool:
     """An integer tensor, and no mask, all of whose elements are one value above 0."""
     if not _is_integer(tensor) or tensor.dtype is torch.bool or not tensor.numel():
         return False
     first = tensor.reshape(-1)[:1]
-    return int(first) > 0 and bool((tensor == first).all()) and _Mask.of(tensor) is None
+    return int(first) > 0 and bool((tensor == first).all()) and masks.find(tensor) is None
 
 
-def _is_flippable(tensor: torch.Tensor) -> bool:
+def _is_flippable(tensor: torch.Tensor, masks: _Masks) -> bool:
     if tensor.dtype is not torch.bool:
         return False
-    mask = _Mask.of(tensor)
+    mask = masks.find(tensor)
     return mask is None or mask.may_be_flipped
 
 
@@ -214,13 +235,13 @@ def _lowered_in_words(flags: Mapping[str, torch.Tensor]) -> tuple[str, str]:
     return " and ".join(lowered), hint
 
 
-def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    mask = _Mask.of(tensor)
+def _drawn(tensor: torch.Tensor, masks: _Masks, generator: torch.Generator) -> torch.Tensor:
+    mask = masks.find(tensor)
     return drawn_like(tensor, generator) if mask is None else mask.drawn(generator)
 
 
-def _permuted(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    mask = _Mask.of(tensor)
+def _permuted(tensor: torch.Tensor, masks: _Masks, generator: torch.Generator) -> torch.Tensor:
+    mask = masks.find(tensor)
     if mask is not None:
         return mask.permuted(generator)
     order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
