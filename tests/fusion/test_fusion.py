@@ -2182,3 +2182,23 @@ def test_a_slope_that_is_nothing_as_a_float_is_no_epilogue() -> None:
     x[0, 0, 0, 0] = float("nan")
     with torch.no_grad():
         assert torch.equal(fused(x).isnan(), model(x).isnan())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_modules_that_get_nested_tensors_run_as_they_are() -> None:
+    """nn.TransformerEncoder packs padded sequences so, whose sizes nobody can read."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.encoder(x, src_key_padding_mask=mask)
+            return y
+
+    model, x = Padded().eval(), torch.randn(2, 8, 16)
+    mask = torch.arange(8) >= torch.tensor([[8], [5]])
+    with torch.no_grad():
+        assert torch.equal(gw.fuse(model, (x, mask))(x, mask), model(x, mask))

@@ -845,3 +845,24 @@ def test_a_model_that_cannot_be_called_without_gradients_is_tuned_with_them() ->
     tuned = gw.tune(Differentiates().eval(), (torch.randn(4),), strategies=[], remember=False)
     assert tuned.report.chosen == "eager"
     assert any("with gradients off" in note for note in tuned.report.notes)
+
+
+def test_a_row_says_where_the_model_itself_differs_with_gradients_off() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if torch.is_grad_enabled() else x * 3
+
+    options: dict[str, Any] = {"strategies": ["eager:no_grad"], "remember": False}
+    for isolate in (True, False):
+        tuned = gw.tune(Asks().eval(), (torch.randn(4),), isolate=isolate, **options)
+        row = tuned.report.row("eager:no_grad")
+        assert row is not None
+        assert row.status is Status.WRONG
+        assert row.reason.startswith(
+            "your model itself gives other results with gradients off, as it runs here: the sample "
+        )
+    with torch.no_grad():
+        tuned = gw.tune(Asks().eval(), (torch.randn(4),), isolate=False, **options)
+    row = tuned.report.row("eager:no_grad")
+    assert row is not None
+    assert row.status in (Status.OK, Status.SLOWER)

@@ -541,6 +541,8 @@ def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, given: Args, named: Kwargs) -> None:
             leaves, spec = flatten(given, named)
+            if any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in leaves):
+                return  # It has no sizes, so that no copy can be made: nn.TransformerEncoder's.
             with contextlib.suppress(GraphwrightError):
                 found.setdefault(path, unflatten(clone_leaves(leaves), spec))
 

@@ -6,6 +6,7 @@ several set-ups may run at once and timings may not.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ from ..evaluation.reference import Case, Sample, exact_outcome
 from ..evaluation.verification import Verdict, compare, verify
 from ..report.result import EAGER, Row, Status
 from ..report.table import memory
-from ..strategies.base import Built, Candidate
+from ..strategies.base import Built, Candidate, without_grad
 
 # A candidate is slower than eager if the whole interval of the ratio lies above this.
 _SLOWER = 1.02
@@ -120,6 +121,8 @@ class CandidateEvaluator:
         self.screening_s = screening_s
         self.timing_s = timing_s
         self.dynamic_shapes = dynamic_shapes
+        # By sample, as far as it was looked at.
+        self._differing: dict[str, bool] = {}
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -211,7 +214,20 @@ class CandidateEvaluator:
         if built.holds_weights and written:
             # Samples may write what was there before, and then no comparison shows it.
             return Verdict(False, f"the model writes to its {written[0]}, and this to a copy")
-        return verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+        verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+        if not verdict.ok and candidate.name != EAGER and self.differs_without_grad(sample):
+            why = "your model itself gives other results with gradients off, as it runs here"
+            return replace(verdict, reason=f"{why}: {verdict.reason}")
+        return verdict
+
+    def differs_without_grad(self, sample: Sample) -> bool:
+        """Whether the model itself gives other results for a sample under `torch.no_grad`."""
+        if sample.name not in self._differing:
+            right = not torch.is_grad_enabled()
+            with contextlib.suppress(Exception):  # Then it cannot even be called so.
+                right = right or verify(without_grad(self.model), sample.reference).ok
+            self._differing[sample.name] = not right
+        return self._differing[sample.name]
 
     def problem_at(self, candidate: Candidate, built: Built, call: Call) -> str | None:
         """What is wrong with the result of a call of other sizes than the samples', or None."""

@@ -31,7 +31,6 @@ from ..errors import GraphwrightError, ModelFailed, in_words
 from ..evaluation.bounds import host_seconds
 from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
-from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
 from ..graphs.taken_apart import TakenApart, seconds_with_objects
 from ..ops import compiled_checks
@@ -42,7 +41,7 @@ from ..report.progress import Progress, Silent, progress_shown
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status, Step
 from ..shapes.dimensions import within
-from ..strategies.base import Built, Candidate, Compiler, without_grad
+from ..strategies.base import Built, Candidate, Compiler
 from ..strategies.registry import is_ours
 from . import choice_cache
 from .background import begin_search
@@ -521,12 +520,8 @@ class Tuning:
 
     def _check_no_grad(self) -> bool:
         """Whether eager under no_grad computes what it computes as the caller calls it."""
-        ref = self.evaluator.samples[0].reference
-        if not torch.is_grad_enabled():
+        if not self.evaluator.differs_without_grad(self.evaluator.samples[0]):
             return True
-        with contextlib.suppress(Exception):  # Then it cannot even be called so.
-            if verify(without_grad(self.asked.module), ref).ok:
-                return True
         self.report.notes.append(
             "This model's results differ with gradients off. If you serve it under "
             "torch.no_grad(), tune it there too."
