@@ -38,6 +38,17 @@ def run_of(*rows: Row, objective: str = "latency") -> Report:
 EAGER = (40.0, 40.4, 39.8, 40.2, 40.0, 40.1)
 
 
+def test_eager_is_not_called_the_fastest_where_there_was_no_time_for_another() -> None:
+    late = Row("torchscript", Status.OK, notes=[NO_TIME_LEFT], screening=rounds(20.0, 20.1, 19.9))
+    eager = Row("eager", Status.OK, screening=rounds(40.0, 40.1, 39.9))
+    late.baseline = eager.baseline = eager.screening
+    report = Report("Model", [], "latency", [eager, late], {})
+    assert reason_for(report, eager, []) == (
+        "eager was chosen: torchscript seemed faster when screened, but the budget left no time to "
+        "build it here. Give a larger one."
+    )
+
+
 def test_of_equal_ones_the_simplest_is_chosen_and_first() -> None:
     report = run_of(
         finalist("eager", 0, EAGER),

@@ -287,21 +287,25 @@ def test_what_was_unsteady_when_screened_is_timed_again_with_the_finalists() -> 
         (None, 1.0, "best slow quick whole"),
         (70, 1e-3, "slow quick whole"),
         (27, 1e-3, "quick"),
-        (20, 1.0, "quick"),
-        (-1, 1e-3, "quick"),
+        (20, 1.0, ""),
+        (17, 1e-3, "far"),
+        (-1, 1e-3, ""),
     ],
 )
 def test_a_finalist_is_built_if_it_can_be_timed_within_the_budget(
     left_s: float | None, call_s: float, built: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Something is built in any case, so that there is something to choose.
+    """If there is no time for any of those near the best, the fastest that there is time for is.
 
     Inductor finds what it has compiled on disk, with frozen weights only a part of it; what others
     have done in a worker is done again.
     """
     set_ups = {"eager": 0.0, "best": 500.0, "slow": 30.0, "quick": 30.0, "whole": 30.0}
+    set_ups |= {"far": 14.0, "farther": 1.0}
     speeds = {"eager": 3.0, "best": 1.0, "slow": 1.04, "quick": 1.073, "whole": 1.0995}
-    compilers = {"quick": "inductor:freeze", "whole": "torchscript"}
+    speeds |= {"far": 2.0, "farther": 2.5}
+    compilers = dict.fromkeys(("whole", "far", "farther"), "torchscript")
+    compilers["quick"] = "inductor:freeze"
     candidates = {
         name: parse_candidates([compilers.get(name, "inductor")], ())[0] for name in speeds
     }
@@ -389,6 +393,35 @@ def test_the_search_ends_early_enough_to_build_the_best() -> None:
     assert tuning._screening.terms.deadline == 0.0
 
 
+def test_time_is_kept_for_verifying_here_and_once_more_at_the_end() -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=["torchscript"], budget_s=100)
+    for name, seconds in (("eager", 1e-3), ("torchscript", 0.5e-3)):
+        times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[1e-3] * 5)}
+        row = Row(name, Status.OK, setup_s=5.0, verify_s=20.0, **times)
+        tuning.report.rows.append(row)
+    tuning._kept["eager"] = [Built(model)]
+    tuning._end_in_time_for_the_best()
+    ends = tuning._screening.terms.deadline
+    assert ends is not None
+    assert tuning._started + 100 - ends == pytest.approx(5 + 20 + 20, abs=0.1)
+    candidates = {each.name: each for each in parse_candidates(["torchscript"], ())}
+    for left_s, fits in ((44.0, False), (46.0, True)):
+        deadline = time.monotonic() + left_s
+        rounds = FinalRounds(tuning.report, Mock(), tuning._kept, candidates, Mock(), 1.0, deadline)
+        assert rounds._fits(row, 0.0) is fits
+        assert rounds._rounds_end() == deadline - 20.0
+
+
+def test_a_row_has_the_seconds_of_verifying() -> None:
+    model, x = small()
+    for isolate in (True, False):
+        report = gw.tune(
+            model, (x,), strategies=["eager:no_grad"], isolate=isolate, remember=False
+        ).report
+        assert all(0.0 < row.verify_s < report.seconds for row in report.rows)
+
+
 def test_the_search_does_not_end_for_what_eager_is_as_good_as() -> None:
     model, x = small()
     tuning = Tuning(model, (x,), strategies=["torchscript"], budget_s=100)
@@ -400,9 +433,12 @@ def test_the_search_does_not_end_for_what_eager_is_as_good_as() -> None:
     assert tuning._screening.terms.deadline == tuning._search_ends()
 
 
-@pytest.mark.parametrize(("left_s", "grace_s"), [(14.0, 0.0), (9.0, 0.0), (9.0, 9.0)])
+@pytest.mark.parametrize(
+    ("left_s", "grace_s", "built"),
+    [(14.0, 0.0, ["onnxruntime"]), (9.0, 0.0, []), (9.0, 9.0, ["onnxruntime"])],
+)
 def test_one_near_the_best_is_built_before_the_default_of_torch_compile(
-    left_s: float, grace_s: float, monkeypatch: pytest.MonkeyPatch
+    left_s: float, grace_s: float, built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default is quick to build, and here slower than eager."""
     report = Report("Model", [], "latency", [], {})
@@ -418,10 +454,10 @@ def test_one_near_the_best_is_built_before_the_default_of_torch_compile(
     monkeypatch.setattr(rounds, "_build_here", lambda row, _: kept.setdefault(row.strategy, []))
     monkeypatch.setattr(rounds, "_time", Mock())
     rounds.run(Mock())
-    assert list(kept) == ["eager", "onnxruntime"]
+    assert list(kept) == ["eager", *built]
 
 
-def test_the_first_finalist_may_exceed_a_default_budget_a_little(
+def test_the_first_finalist_may_exceed_the_budget_a_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built = []

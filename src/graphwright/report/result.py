@@ -56,6 +56,7 @@ class Row:
         unsteady: why its figures are not to be compared, as on a busy machine; empty if they are.
         bare: of torch.compile's default as a finalist, the same without these checks.
         build_s: seconds of a build that it shares with another row, in addition to `setup_s`.
+        verify_s: seconds that it took to verify it.
         repeat: the command that tries this candidate alone again.
         by_shape: with several shapes, a row for each.
         cold_start_s: the shortest of `first_answers`.
@@ -77,6 +78,7 @@ class Row:
     bare: Measurement | None = None
     unsteady: str = ""
     build_s: float = 0.0
+    verify_s: float = 0.0
     repeat: str = ""
     by_shape: dict[str, Row] = field(default_factory=dict, repr=False)
     cold_start_s: float | None = None

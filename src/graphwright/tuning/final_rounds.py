@@ -17,7 +17,7 @@ from ..evaluation.measurement import (
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status
 from ..strategies.base import Built, Candidate
-from .selection import NO_TIME_LEFT, near_best
+from .selection import NO_TIME_LEFT, eligible, near_best
 from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
@@ -37,15 +37,20 @@ _LEAST_CALLS = 3 + 2 * MIN_ROUNDS
 
 
 def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
-    """Seconds that it should take to build in this process what a worker has set up."""
+    """Seconds that it should take to build and verify in this process what a worker has set up."""
     share = _SHARES_HERE.get(candidates[row.strategy].compiler.name, 1.0)
-    return share * ((row.setup_s or 0.0) + row.build_s)
+    return share * ((row.setup_s or 0.0) + row.build_s) + row.verify_s
 
 
 def least_rounds_s(report: Report, rows: Sequence[Row]) -> float:
-    """Seconds of the least common rounds of some rows."""
+    """Seconds of the least common rounds of some rows, and of verifying the choice after them."""
     medians = [row.screening.typical(report.figure).median for row in rows if row.screening]
-    return _LEAST_CALLS * sum(medians)
+    return _LEAST_CALLS * sum(medians) + verify_again_s(rows)
+
+
+def verify_again_s(rows: Sequence[Row]) -> float:
+    """Seconds to verify once more the one of some rows that is chosen, at most."""
+    return max((row.verify_s for row in rows), default=0.0)
 
 
 def first_to_build(report: Report, rows: Sequence[Row], candidates: Mapping[str, Candidate]) -> Row:
@@ -117,18 +122,19 @@ class FinalRounds:
         return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
 
     def _next(self, missing: Sequence[Row]) -> Row | None:
-        """What to build next, if there is time for it: one that is near the best in any case.
+        """What to build next, if there is time for it: first one that is near the best.
 
-        torch.compile's default, which may be far from it, comes after that.
+        If there is no time for any of these, the fastest that there is time for. torch.compile's
+        default, which may be far from the best, comes after that.
         """
         near = [row for row in near_best(self.report) if row.strategy != EAGER]
-        is_first = bool(near) and not any(row.strategy in self.kept for row in near)
+        is_first = bool(near) and not self.kept.keys() - {EAGER}
         wanted = near if is_first else missing
         fitting = [row for row in wanted if self._fits(row, self.grace_s if is_first else 0.0)]
-        if fitting:
-            return first_to_build(self.report, fitting, self.candidates)
-        quickest = min(wanted, key=lambda row: seconds_here(row, self.candidates))
-        return quickest if is_first else None
+        if is_first and not fitting:
+            faster = [row for row in eligible(self.report) if row.strategy != EAGER]
+            fitting = [row for row in faster if self._fits(row, self.grace_s)]
+        return first_to_build(self.report, fitting, self.candidates) if fitting else None
 
     def _fits(self, row: Row, grace_s: float) -> bool:
         """Whether there is time to build it here and to time it with those that are built."""
@@ -167,7 +173,7 @@ class FinalRounds:
                 self.evaluator.timer,
                 budget_s=seconds,
                 objective=self.report.figure,
-                deadline=self.deadline,
+                deadline=self._rounds_end(),
             )
             for name, measurement in measured.items():
                 found.setdefault(name, []).append((sample.weight, measurement))
@@ -189,7 +195,14 @@ class FinalRounds:
 
     def _affordable_seconds_each(self) -> float:
         """`seconds_each`, or less if the deadline is near."""
-        if self.deadline is None:
+        end = self._rounds_end()
+        if end is None:
             return self.seconds_each
-        left = self.deadline - time.monotonic()
+        left = end - time.monotonic()
         return max(0.0, min(self.seconds_each, left / len(self.kept)))
+
+    def _rounds_end(self) -> float | None:
+        """When the rounds end: the choice is verified once more after them."""
+        if self.deadline is None:
+            return None
+        return self.deadline - verify_again_s([*filter(None, map(self.report.row, self.kept))])

@@ -140,6 +140,13 @@ def _reason_for_eager(report: Report, chosen: Row) -> str:
             "eager was chosen: its own time is unsteady, and nothing was always faster than its "
             "fastest call."
         )
+    late = [row for row in eligible(report) if NO_TIME_LEFT in row.notes]
+    best = min(late, key=report.cost, default=chosen)
+    if report.cost(best) < report.cost(chosen):
+        return (
+            f"eager was chosen: {best.strategy} seemed faster when screened, but the budget left "
+            "no time to build it here. Give a larger one."
+        )
     if others == 1:
         return "eager was chosen: the only other strategy timed is not faster beyond the noise."
     return f"eager was chosen: none of the {others} others timed is faster beyond the noise."

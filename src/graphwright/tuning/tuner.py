@@ -66,8 +66,7 @@ SCREENING_S, _SCREENING_SHARE = 1.0, 0.02
 FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.2
-# The share of a default budget by which the first of them may exceed it, and seconds of the last
-# rounds.
+# The share of the budget by which the first of them may exceed it, and seconds of the last rounds.
 _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # A default budget grows with what compilers need, up to so many seconds a sample. They begin after
 # so many seconds, and take so many times as long beside others.
@@ -146,9 +145,9 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 45 s a sample on a CPU, for 50 s on a GPU (up to 105 s
-            for a model of many operations), and for no limit where `strategies` are named, the
-            search is `exhaustive` or the objective is "cold_start".
+            reported as not tried. None for 60 s a sample, up to 90 s where compilers need it, and
+            for no limit where `strategies` are named, the search is `exhaustive` or the objective
+            is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
             the model: memory of the GPU for a model there, else of the host. By default most of
@@ -568,7 +567,7 @@ class Tuning:
             self._tuned,
             FINAL_S_EACH,
             None if self._budget_s is None else self._started + self._budget_s,
-            0.0 if self.asked.budgeted else _GRACE * (self._budget_s or 0.0),
+            _GRACE * (self._budget_s or 0.0),
         )
         rounds.run(self._screening.with_repeat)
 
