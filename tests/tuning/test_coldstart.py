@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Candidate
 from graphwright.strategies.registry import default_candidates
+from graphwright.tuning import cold_start
 from graphwright.tuning.cold_start import ColdStarts
 from graphwright.tuning.selection import near_best, ranked, reason_for
 from graphwright.tuning.tuner import Tuning
@@ -237,3 +239,14 @@ def test_a_compiled_library_is_among_the_candidates_where_loading_counts() -> No
     assert "aot_inductor" not in {
         c.name for c in default_candidates(Rows(), torch.device("cpu"), ())
     }
+
+
+def test_an_answer_is_waited_for_no_longer_than_the_budget_lasts() -> None:
+    began = time.monotonic()
+    starts = ColdStarts(Mock(), {}, Mock(), 600.0, began + 0.05)
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as ours, open(writing, "wb", buffering=0):
+        with pytest.raises(cold_start._Refused) as refused:
+            starts._read_answer(ours)
+    assert refused.value.status is Status.NOT_TRIED
+    assert refused.value.reason == "the budget was spent before its first answer was timed"

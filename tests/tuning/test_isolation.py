@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,8 +27,10 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.report.report import Report
-from graphwright.report.result import Status
+from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Availability, Built
+from graphwright.strategies.registry import parse_candidates
+from graphwright.tuning.workers import pool
 from graphwright.tuning.workers.pool import WorkerPool
 from graphwright.tuning.workers.settings import Settings
 
@@ -426,6 +429,51 @@ def test_settings_are_the_caller_s(tmp_path: Path) -> None:
     assert file.read_text() == repr((here.switches, False))
     assert here.switches["torch.set_default_device"] == torch.device("meta")
     assert here.threads == 1
+
+
+class Endless:
+    """A worker that never says what became of its candidate."""
+
+    def __init__(self, *, ready: bool) -> None:
+        self.candidate = parse_candidates(["torchscript"], ())[0]
+        self.loaded, self.ready, self.row, self.phase_began = True, ready, None, 0.0
+
+    @property
+    def settled(self) -> bool:
+        return self.row is not None
+
+    def go_on(self) -> None: ...
+
+    def stop(self, row: Row) -> None:
+        self.row = row
+
+
+def test_what_is_timed_or_set_up_is_stopped_when_the_budget_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A timing goes on beyond the end of the search by as much as one may take, no longer."""
+    now = 90.0
+
+    def poll(found: Any) -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: now))
+    workers = object.__new__(WorkerPool)
+    workers.spare, workers._timing_s, workers._most_timing_s = False, 2.0, 10.0
+    monkeypatch.setattr(workers, "_poll", poll)
+    timed: Any = Endless(ready=True)
+    workers._time(timed, [], 95.0)
+    assert now == 106.0
+    assert (timed.row.status, timed.row.reason) == (Status.NOT_TRIED, "")
+    now = 90.0
+    set_up: Any = Endless(ready=False)
+    monkeypatch.setattr(pool, "_sets_up", lambda found: not found.settled)
+    monkeypatch.setattr(pool, "_waits", lambda found: False)
+    workers._wait_for_set_up([pool._Trial(pool.Job([set_up.candidate]), set_up, False)], 95.0)
+    assert now == 96.0
+    assert set_up.row.status is Status.NOT_TRIED
+    assert set_up.row.reason == "its set-up was stopped after 96.0 s"
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.strategies.registry import default_candidates, kernels_of, parse_candidates
+from graphwright.tuning.screening import Screening, Terms
 from graphwright.tuning.search import Search
 from graphwright.tuning.tuner import MOST_BUDGET_S, Tuning
 
@@ -337,13 +341,65 @@ def test_a_row_says_that_there_was_no_time_to_set_it_up(monkeypatch: pytest.Monk
     row = report.row("inductor")
     assert row is not None
     assert row.status is Status.NOT_TRIED
-    assert row.reason == (
-        "its set-up usually takes 100 s, for which the budget of 60 s left no time"
+    said = re.fullmatch(
+        r"its set-up takes about 100 s: (\d+) s more than the budget of 60 s left", row.reason
     )
-    assert "larger budget" in row.remedy
+    assert said is not None
+    missing_s = int(said[1])
+    assert 102 - 48 <= missing_s < 102
+    advised = re.fullmatch(r"--budget (\d+)s, or budget_s=(\d+), would try it\.", row.remedy)
+    assert advised is not None
+    assert advised[1] == advised[2]
+    assert 0 <= int(advised[1]) - (60 + missing_s / 0.8) < 5
     tried = report.row("torchscript:freeze")
     assert tried is not None
     assert tried.status is not Status.NOT_TRIED
+
+
+def test_budgets_that_are_advised_are_for_all_before_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = "inductor,inductor:freeze"
+    search = search_of(CPU, [row("eager", EAGER_S)], names)
+    terms = Terms(False, 600.0, None, 20.0, deadline=time.monotonic() + 10.5)
+    screening = Screening(nn.Linear(2, 2), CPU, search, terms, str)
+    monkeypatch.setattr(screening, "_in_this_process", lambda candidate, _: row("eager", EAGER_S))
+    found = {each.strategy: each for each in screening.rows(Mock(), Mock())}
+    # 17 s and 22 s are needed, and 10.5 s are left.
+    assert "7 s more than the budget of 20 s left" in found["inductor"].reason
+    assert "29 s more than the budget of 20 s left" in found["inductor:freeze"].reason
+    assert found["inductor"].remedy == "--budget 30s, or budget_s=30, would try it."
+    assert found["inductor:freeze"].remedy == "--budget 60s, or budget_s=60, would try it."
+
+
+def test_what_cannot_be_stopped_is_not_begun_where_it_would_end_late() -> None:
+    """A set-up in this process goes on until it ends, also if it was asked for by name."""
+    model = nn.Linear(8, 8).eval()
+    report = gw.tune(
+        model,
+        (torch.randn(2, 8),),
+        strategies=["inductor", "eager:no_grad"],
+        budget_s=10,
+        isolate=False,
+        remember=False,
+    ).report
+    compiled, plain = report.row("inductor"), report.row("eager:no_grad")
+    assert compiled is not None
+    assert compiled.status is Status.NOT_TRIED
+    assert "more than the budget of 10 s left" in compiled.reason
+    assert plain is not None
+    assert plain.status is not Status.NOT_TRIED
+
+
+def test_in_this_process_too_all_that_share_a_build_are_tried() -> None:
+    report = gw.tune(
+        nn.Linear(8, 8).eval(),
+        (torch.randn(2, 8),),
+        strategies=["torchscript", "torchscript+graph"],
+        isolate=False,
+        remember=False,
+    ).report
+    assert {each.strategy for each in report.rows} == {"eager", "torchscript", "torchscript+graph"}
 
 
 def test_a_row_does_not_name_a_set_up_that_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

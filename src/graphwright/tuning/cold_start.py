@@ -82,7 +82,7 @@ class ColdStarts:
         kept: what was built in this process, by candidate.
         tuned: makes a TunedModule of what was built.
         timeout_s: seconds that one process may take.
-        deadline: `time.monotonic()` after which no further candidate is timed; None for no limit.
+        deadline: `time.monotonic()` when timing has to end; None for no limit.
     """
 
     evaluator: CandidateEvaluator
@@ -110,8 +110,7 @@ class ColdStarts:
         """Put the seconds into a candidate's row; without them it is out, unless it is eager."""
         try:
             if self.deadline is not None and time.monotonic() > self.deadline:
-                why = "the budget was spent before its first answer was timed"
-                raise _Refused(Status.NOT_TRIED, why, "Give a larger budget.")
+                raise _too_late()
             row.first_answers = self._times(row, candidate)
             row.cold_start_s = min(row.first_answers)
         except _Refused as refused:
@@ -230,10 +229,13 @@ class ColdStarts:
 
     def _read_answer(self, ours: IO[bytes]) -> bytes:
         """The line that a process answers with; empty if it ends without."""
-        deadline, answer = time.monotonic() + self.timeout_s, b""
+        ends, answer = time.monotonic() + self.timeout_s, b""
+        ends = ends if self.deadline is None else min(ends, self.deadline)
         while not answer.endswith(b"\n") and len(answer) < _MAX_ANSWER:
-            left = deadline - time.monotonic()
+            left = ends - time.monotonic()
             if left <= 0 or not select.select([ours], [], [], left)[0]:
+                if ends == self.deadline:
+                    raise _too_late()
                 why = f"its first answer took over {duration(self.timeout_s)}"
                 raise _Refused(Status.TIMED_OUT, why, "Raise timeout_s if it needs longer.")
             more = os.read(ours.fileno(), _MAX_ANSWER)
@@ -259,6 +261,11 @@ def _has_ended(pid: int) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def _too_late() -> _Refused:
+    why = "the budget was spent before its first answer was timed"
+    return _Refused(Status.NOT_TRIED, why, "Give a larger budget.")
 
 
 def _without_answer(status: int | None, last: str) -> _Refused:

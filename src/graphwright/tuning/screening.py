@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +14,16 @@ from ..report.progress import Progress
 from ..report.result import EAGER, Row, Status
 from ..strategies import eager
 from ..strategies.base import Built, Candidate
+from ..strategies.registry import is_slow
 from .search import Search
 from .trial import CandidateEvaluator
 from .workers.pool import Limits, WorkerPool
 from .workers.task import IsolationError
+
+# The share of a time budget that is kept for the finalists.
+FINALISTS_SHARE = 0.2
+# Larger budgets are advised in steps of so many seconds.
+_BUDGET_STEP_S = 5
 
 
 @dataclass
@@ -93,18 +100,17 @@ class Screening:
         if self._workers is not None and self.search.waiting:
             yield from self._in_workers(self._workers, evaluator, progress)
         while chosen := self.search.choose(1, self._left_s()):
-            progress.step(chosen[0].name)
-            yield self._in_this_process(chosen[0], evaluator)
+            for candidate in chosen:
+                progress.step(candidate.name)
+                yield self._in_this_process(candidate, evaluator)
+        missing_s = -max(0.0, self._left_s() or 0.0)
         for candidate, why in self.search.rest():
             progress.step(candidate.name)
             if why:
                 yield self._cannot_win(candidate, why)
             else:
-                usual_s = round(self.search.set_up_s(candidate))
-                if usual_s > 0:
-                    why = f"its set-up usually takes {usual_s} s, for which the budget of"
-                    why += f" {self.terms.budget_s:g} s left no time"
-                yield self._not_tried(candidate, why)
+                missing_s += self.search.needs_s(candidate)
+                yield self._no_time_for(candidate, missing_s)
 
     def _left_s(self) -> float | None:
         """Seconds until no further candidate is set up; None for no limit."""
@@ -136,7 +142,8 @@ class Screening:
                     self._note_not_isolated(found)
                     yield self._in_this_process(candidate, evaluator)
                 elif found.status is Status.NOT_TRIED:
-                    yield self._not_tried(candidate)
+                    why = f"{found.reason}: the budget of {terms.budget_s:g} s left no more"
+                    yield self._not_tried(candidate, why if found.reason else "")
                 else:
                     yield self.with_repeat(found)
         except IsolationError as error:
@@ -149,11 +156,20 @@ class Screening:
             self.notes.append(note)
 
     def _in_this_process(self, candidate: Candidate, evaluator: CandidateEvaluator) -> Row:
-        """Try a candidate here, if there is time for it; eager in any case."""
-        late = self.terms.deadline is not None and time.monotonic() > self.terms.deadline
-        if late and candidate.name != EAGER:
+        """Try a candidate here, if there is time for it; eager in any case.
+
+        Nothing can stop it once it has begun.
+        """
+        left_s = None if candidate.name == EAGER else self._left_s()
+        if left_s is not None and left_s < 0:
             return self._not_tried(candidate)
+        if left_s is not None and is_slow(candidate, self.device):
+            missing_s = self.search.needs_s(candidate) - left_s
+            if missing_s > 0:
+                return self._no_time_for(candidate, missing_s)
         trial = evaluator.set_up(candidate)
+        if left_s is not None and trial.builts and (self._left_s() or 0.0) < 0:
+            return self._not_tried(candidate)
         if trial.builts:
             evaluator.time(trial)
         if trial.builts:
@@ -164,6 +180,22 @@ class Screening:
         again = "Pass exhaustive=True to try it all the same."
         name, complexity = candidate.name, candidate.complexity
         return Row(name, Status.NOT_TRIED, why, again, complexity=complexity)
+
+    def _no_time_for(self, candidate: Candidate, missing_s: float) -> Row:
+        """The row of a candidate that was not begun, since so many seconds were missing."""
+        usual_s, missing_s = round(self.search.set_up_s(candidate)), math.ceil(missing_s)
+        if self.terms.budget_s is None or usual_s < 1 or missing_s < 1:
+            return self._not_tried(candidate)
+        row = self._not_tried(
+            candidate,
+            f"its set-up takes about {usual_s} s: {missing_s} s more than the budget of "
+            f"{self.terms.budget_s:g} s left",
+        )
+        if row.status is Status.NOT_TRIED:
+            needed_s = self.terms.budget_s + missing_s / (1 - FINALISTS_SHARE)
+            budget_s = math.ceil(needed_s / _BUDGET_STEP_S) * _BUDGET_STEP_S
+            row.remedy = f"--budget {budget_s}s, or budget_s={budget_s}, would try it."
+        return row
 
     def _not_tried(self, candidate: Candidate, why: str = "") -> Row:
         """The row of a candidate that there was no time for."""

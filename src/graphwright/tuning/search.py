@@ -106,6 +106,10 @@ class Search:
         seconds = usual(candidate, self.device, self.report.host_s)[1]
         return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
 
+    def needs_s(self, candidate: Candidate) -> float:
+        """Seconds that it usually takes to set it up, verify and time it."""
+        return self.set_up_s(candidate) + _BESIDE_S
+
     def is_cheap(self, candidate: Candidate) -> bool:
         """Whether its set-up usually takes so little that it is tried in any case."""
         return self.set_up_s(candidate) <= _CHEAP_S
@@ -115,7 +119,7 @@ class Search:
         quickest: dict[str, float] = {}
         for each in self.waiting:
             key = each.name if self.is_cheap(each) else _family(each)
-            quickest[key] = min(quickest.get(key, math.inf), self.set_up_s(each) + _BESIDE_S)
+            quickest[key] = min(quickest.get(key, math.inf), self.needs_s(each))
         return sum(quickest.values())
 
     def longest_set_up_s(self) -> float:
@@ -212,7 +216,7 @@ class Search:
     def _promise(self, candidate: Candidate) -> float:
         """What a candidate should gain over the best, per second of trying it."""
         hope = self._hope(candidate)
-        return hope / (self.set_up_s(candidate) + _BESIDE_S) if hope > 0 else hope
+        return hope / self.needs_s(candidate) if hope > 0 else hope
 
     def _hope(self, candidate: Candidate) -> float:
         """What a candidate should gain over the best: the logarithm of a factor."""

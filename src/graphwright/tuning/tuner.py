@@ -48,7 +48,7 @@ from .background import begin_search
 from .cold_start import ColdStarts
 from .final_rounds import FinalRounds, first_to_build, least_rounds_s, seconds_here
 from .request import Request
-from .screening import Screening, Terms
+from .screening import FINALISTS_SHARE, Screening, Terms
 from .search import Search
 from .selection import near_best, ranked, reason_for
 from .trial import CandidateEvaluator, status_of
@@ -64,8 +64,6 @@ ISOLATED = True
 SCREENING_S, _SCREENING_SHARE = 1.0, 0.02
 # Seconds to time each finalist in common rounds.
 FINAL_S_EACH = 2.0
-# The share of a time budget that is kept for the finalists.
-_FINALISTS_SHARE = 0.2
 # The share of the budget by which the first of them may exceed it, and seconds of the last rounds.
 _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # A default budget grows with what compilers need, up to so many seconds a sample. They begin after
@@ -419,7 +417,7 @@ class Tuning:
         """When no further candidate is begun, in `time.monotonic()`; None for no limit."""
         if self._budget_s is None:
             return None
-        return self._started + (1 - _FINALISTS_SHARE) * self._budget_s
+        return self._started + (1 - FINALISTS_SHARE) * self._budget_s
 
     def _end_in_time_for_the_best(self) -> None:
         """End the search early enough to build here what is the best so far.
@@ -436,7 +434,7 @@ class Tuning:
         if near:
             first = first_to_build(report, near, self._by_name)
             timed = [first, *filter(None, [report.row(EAGER)])]
-            rounds_s = min(_LAST_ROUNDS_S, _FINALISTS_SHARE * self._budget_s)
+            rounds_s = min(_LAST_ROUNDS_S, FINALISTS_SHARE * self._budget_s)
             rounds_s = max(rounds_s, least_rounds_s(report, timed))
             last = self._started + self._budget_s - rounds_s - seconds_here(first, self._by_name)
             ends = min(ends, last) if now <= last else ends
@@ -456,7 +454,7 @@ class Tuning:
             search_s += _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         else:
             search_s += search.one_after_the_other_s() * len(asked.calls)
-        needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
+        needed_s = math.ceil(search_s / (1 - FINALISTS_SHARE))
         self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
         terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 

@@ -205,6 +205,7 @@ class WorkerPool:
         """
         self._limits = limits
         self._timing_s = evaluator.screening_s + _BESIDE_ROUNDS_S
+        self._most_timing_s = evaluator.timing_s
         # What an earlier candidate has loaded is not in a later one's memory.
         self._apart = evaluator.objective == "memory"
         try:
@@ -437,6 +438,7 @@ class WorkerPool:
                         _stop_late(trial.found)
 
     def _time(self, worker: Worker, under_way: Sequence[_Trial], deadline: float | None) -> None:
+        """Have a worker time its candidate, for so long as a timing may take after the deadline."""
         if worker.settled:
             return
         if deadline is not None and time.monotonic() > deadline:
@@ -447,6 +449,9 @@ class WorkerPool:
         others = [trial.found for trial in under_way if trial.found is not worker]
         while not worker.settled:
             self._poll([worker, *filter(_sets_up, others)])
+            late = deadline is not None and time.monotonic() > deadline + self._most_timing_s
+            if late and not worker.settled:
+                _stop_late(worker)
 
     def _poll(self, found: Sequence[_Found]) -> None:
         """Wait a moment for messages of workers, and check their limits."""
@@ -567,7 +572,11 @@ def _sets_up(found: _Found) -> TypeGuard[Worker]:
 
 def _stop_late(worker: Worker) -> None:
     """Stop a worker since there is no time left to time its candidate."""
-    worker.stop(worker.row or _not_tried(_candidate_of(worker)))
+    row = _not_tried(_candidate_of(worker))
+    if worker.loaded and not worker.ready:
+        spent = time.monotonic() - worker.phase_began
+        row.reason = f"its set-up was stopped after {duration(spent)}"
+    worker.stop(worker.row or row)
 
 
 def _ended_server(job: Job) -> tuple[Candidate, Row]:
