@@ -295,6 +295,22 @@ def test_set_ups_take_longer_where_the_host_needs_longer_for_a_call() -> None:
     assert search_of(CPU, [], host_s=18e-3).set_up_s(inductor) == 20.0
 
 
+def test_inductor_takes_longer_on_a_cpu_for_a_model_of_many_modules() -> None:
+    """A set-up that would be stopped is not begun: the time is for others."""
+    rows, names = [row("eager", EAGER_S)], "inductor,onnxruntime,fused"
+    small, large = (search_of(CPU, rows, names, modules=count) for count in (10, 120))
+    (inductor, others) = (parse_candidates([each], ())[0] for each in ("inductor", "fused"))
+    assert small.set_up_s(inductor) == pytest.approx(15.7)
+    assert large.set_up_s(inductor) == pytest.approx(23.4)
+    assert large.set_up_s(others) == small.set_up_s(others)
+    assert large.one_after_the_other_s() - small.one_after_the_other_s() == pytest.approx(7.7)
+    for search, begun in ((small, True), (large, False)):
+        chosen = {each.name for each in search.choose(9, 20.0)}
+        assert chosen == {"onnxruntime", "fused", *(["inductor"] if begun else [])}
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(19))).eval()
+    assert Tuning(model, (torch.randn(2, 2),), remember=False)._search.modules == 20
+
+
 def test_a_default_budget_grows_with_what_compilers_need() -> None:
     model, x = nn.Linear(2, 2).eval(), torch.randn(2, 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
+from graphwright.evaluation.measurement import Measurement
 from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
-from graphwright.report.result import Status
+from graphwright.report.result import Row, Status
 from graphwright.shapes.dimensions import within
 from graphwright.tuning.bucketed_request import BucketedRequest
 from graphwright.tuning.request import Request
+from graphwright.tuning.tuner import Tuning
 
 
 def quick_below(rows: int) -> Callable[[nn.Module], Callable[..., Any]]:
@@ -360,3 +363,37 @@ def test_a_range_is_verified_between_its_ends(buckets: gw.Buckets, least: int) -
     assert len(found) == len({*found}) >= least
     assert not {*found} & {*buckets.points}
     assert len(dims) == 1 or {(1, 4), (16, 64)} <= {*found}  # No bucket holds the latter.
+
+
+@pytest.mark.parametrize("budget_s", [100.0, None])
+def test_padding_is_proved_before_the_search_where_time_is_limited(
+    budget_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proof takes as long as it takes: after the search it would exceed the budget."""
+    rows: list[int] = []
+    monkeypatch.setattr(
+        BucketedRequest, "unproved", lambda self: rows.append(len(tuning.report.rows))
+    )
+    tuning = Tuning(
+        nn.Linear(4, 4).eval(),
+        (torch.randn(4, 4),),
+        buckets=gw.Buckets(batch=[2, 4]),
+        strategies=["eager:no_grad"],
+        budget_s=budget_s,
+        isolate=False,
+        remember=False,
+    )
+    tuning.run()
+    assert (0 in rows) is (budget_s is not None)
+
+
+def test_calls_with_objects_are_timed_less_often_when_the_budget_is_spent() -> None:
+    tuning = Tuning(nn.Linear(4, 4).eval(), (torch.randn(4, 4),), budget_s=100)
+    tuning.report.rows.append(Row("eager", Status.OK, screening=Measurement(((1.0,) * 4,) * 6, ())))
+    counts = []
+    for spent_s in (0, 80, 99):
+        tuning._started = time.monotonic() - spent_s
+        counts.append(tuning._rounds_with_objects())
+    assert counts[0] == 21
+    assert counts[1] in (9, 10)
+    assert counts[2] == 3

@@ -136,6 +136,9 @@ _BESIDE_S = 2.0
 # operations. A fit to searches of 12 models on an H200: (host + 5 ms) / 7.5 ms times as long, but
 # no more than 4 times: with a host of 46 ms, Inductor takes 36 to 39 s.
 _HOST_BASE_S, _USUAL_HOST_S, _MOST_TIMES = 5e-3, 7.5e-3, 4.0
+# On a CPU it is Inductor's set-up that takes longer for a larger model: on two cores 15 s for one
+# of 13 modules, 23 s for one of 120 (bench/results/engines-cpu.json).
+_SECONDS_A_MODULE = 0.07
 # A set-up that usually takes so long is slow: where cores are to spare, nothing waits for it.
 _SLOW_S = 3.0
 
@@ -174,7 +177,7 @@ def _promise(candidate: Candidate, device: torch.device) -> float:
 
 
 def usual(
-    candidate: Candidate, device: torch.device, host_s: float | None = None
+    candidate: Candidate, device: torch.device, host_s: float | None = None, modules: int = 0
 ) -> tuple[float, float]:
     """How many times as fast as eager a candidate usually is, and the seconds of its set-up.
 
@@ -182,8 +185,11 @@ def usual(
         candidate: the candidate.
         device: where the model is.
         host_s: seconds for which an eager call keeps the host busy; None if they are not known.
+        modules: how many the model has; 0 if that is not known.
     """
     gain, seconds = _USUAL[device.type].get(candidate.compiler.name, (1.0, 1.0))
+    if device.type == "cpu" and isinstance(candidate.compiler, inductor.Inductor):
+        seconds += _SECONDS_A_MODULE * modules
     if candidate.runner is not None:
         gain, seconds = max(gain, 1.0) * _USUAL_OF_GRAPHS[0], seconds + _USUAL_OF_GRAPHS[1]
     if candidate.rewrite is not None:

@@ -51,6 +51,7 @@ class Search:
         in_order: whether they are tried in their order, and all of them.
         exhaustive: whether all are tried, the most promising first.
         spare: whether slow set-ups go on while others are timed.
+        modules: how many the model has.
     """
 
     report: Report
@@ -59,6 +60,7 @@ class Search:
     in_order: bool = False
     exhaustive: bool = False
     spare: bool = False
+    modules: int = 0
     _all: dict[str, Candidate] = field(default_factory=dict)
     _handed_out: set[str] = field(default_factory=set)
 
@@ -103,7 +105,7 @@ class Search:
 
     def set_up_s(self, candidate: Candidate) -> float:
         """Seconds that its set-up usually takes; few if its kernels have been compiled here."""
-        seconds = usual(candidate, self.device, self.report.host_s)[1]
+        seconds = usual(candidate, self.device, self.report.host_s, self.modules)[1]
         return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
 
     def needs_s(self, candidate: Candidate) -> float:

@@ -70,8 +70,9 @@ _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # so many seconds, and take so many times as long beside others.
 MOST_BUDGET_S = 90.0
 _BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.6
-# Calls with objects of what was chosen, and of the model itself, before either is taken.
-_ROUNDS_WITH_OBJECTS = 21
+# Calls with objects of what was chosen, and of the model itself, before either is taken; and the
+# least where the budget is spent.
+_ROUNDS_WITH_OBJECTS, _LEAST_ROUNDS = 21, 3
 # How notes about calls between the buckets begin.
 _BETWEEN = "Some calls between the buckets will fall back to eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
@@ -281,6 +282,7 @@ class Tuning:
             asked.candidates[1:],
             in_order=asked.named,
             exhaustive=asked.exhaustive,
+            modules=sum(1 for _ in asked.module.modules()),
         )
         terms = Terms(
             isolate, asked.timeout_s, asked.memory_limit, self._budget_s, self._search_ends()
@@ -341,6 +343,7 @@ class Tuning:
         known = self._profile(progress)
         with self._screening as screening:
             self._refer(progress)
+            self._prove_padding(progress)
             self._wait_for_checks(have_checks, progress)
             for row in screening.rows(self.evaluator, progress):
                 self.report.rows.append(row)
@@ -461,10 +464,13 @@ class Tuning:
     def _tell_the_least(self) -> None:
         """Note that the budget is less than what comes before the search."""
         took_s = time.monotonic() - self._started
+        before = "the reference and"
+        if self.asked.buckets is not None:
+            before = "the reference, the proof that padding is harmless, and"
         if self._budget_s is not None and took_s > self._budget_s:
             self.report.notes.append(
                 f"The budget of {self._budget_s:g} s is less than tune needs for this model: "
-                f"the reference and eager alone took {took_s:.0f} s."
+                f"{before} eager alone took {took_s:.0f} s."
             )
 
     def _refer(self, progress: Progress) -> None:
@@ -473,6 +479,16 @@ class Tuning:
             progress.step("float64 reference")
             self._evaluator = self._make_evaluator()
             self._same_under_no_grad = self._check_no_grad()
+
+    def _prove_padding(self, progress: Progress) -> None:
+        """Prove now that padding is harmless, if time is limited: the search gets what is left.
+
+        It takes as long as it takes, and is remembered until the choice is known.
+        """
+        if self.asked.buckets is not None and self._budget_s is not None:
+            progress.doing("proving that padding is harmless")
+            self._restore()
+            self.asked.buckets.unproved()
 
     def _make_evaluator(self) -> CandidateEvaluator:
         """An evaluator with a reference for every sample."""
@@ -718,8 +734,9 @@ class Tuning:
         weights = [weight for weight, _ in self.asked.calls]
         shares = [weight / sum(weights) for weight in weights]
         mine, its = 0.0, 0.0
+        rounds = self._rounds_with_objects()
         for share, call in zip(shares, calls, strict=True):
-            times = seconds_with_objects(made, module.model, call, _ROUNDS_WITH_OBJECTS)
+            times = seconds_with_objects(made, module.model, call, rounds)
             mine, its = mine + share * times[0], its + share * times[1]
         made.calls.clear()
         if mine <= its:
@@ -734,6 +751,15 @@ class Tuning:
             for _, call in self.asked.calls
         ]
         return put_together(module.model, Apart(self._tuned(EAGER, builts), calls, results))
+
+    def _rounds_with_objects(self) -> int:
+        """Rounds of calls with objects: fewer where the budget leaves no time for all."""
+        eager = self.report.row(EAGER)
+        if self._budget_s is None or eager is None or eager.measurement is None:
+            return _ROUNDS_WITH_OBJECTS
+        left_s = self._started + self._budget_s - time.monotonic()
+        round_s = 2 * len(self.asked.calls) * eager.measurement.typical().median
+        return max(_LEAST_ROUNDS, min(_ROUNDS_WITH_OBJECTS, int(left_s / round_s)))
 
     def _restore(self) -> None:
         """Put the module's buffers and parameters back as they were."""
