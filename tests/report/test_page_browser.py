@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,12 @@ from torch import nn
 import graphwright as gw
 from graphwright.checker.finding import Finding, Place, Severity
 from graphwright.checker.report import CheckReport
+from graphwright.profiler.observation import Operation
+from graphwright.profiler.plots import roofline
+from graphwright.profiler.roofs import Roofs
+from graphwright.profiler.table import Measured
 from graphwright.report.benchmark_page import benchmark_to_page
+from graphwright.report.plots import WIDE, WIDTH
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -332,3 +338,81 @@ def test_nothing_that_a_name_contains_is_run(
         assert page.locator("h1").inner_text() == HOSTILE * 3
         assert page.evaluate("window.broken") is None
         assert page.locator("img").count() == 0
+
+
+# Names of a plot that something else than the grid goes through, which is drawn behind them.
+CROSSED = """() => {
+    const within = (box, x, y) =>
+        x > box.left + 1 && x < box.right - 1 && y > box.top + 1 && y < box.bottom - 1;
+    const overlap = (a, b) =>
+        a.left + 1 < b.right && b.left + 1 < a.right &&
+        a.top + 1 < b.bottom && b.top + 1 < a.bottom;
+    const isGrid = path => path.hasAttribute("clip-path") && path.style.strokeWidth === "0.8";
+    const lines = [...document.querySelectorAll("svg path")].filter(
+        path => !path.closest("defs") && path.style.stroke && !isGrid(path));
+    const points = lines.flatMap(path => {
+        const place = path.getScreenCTM(), found = [];
+        for (let at = 0; at <= path.getTotalLength(); at += 0.5)
+            found.push(path.getPointAtLength(at).matrixTransform(place));
+        return found;
+    });
+    const dots = [...document.querySelectorAll("svg g[clip-path] use")].map(
+        dot => dot.getBoundingClientRect());
+    const names = [...document.querySelectorAll("svg text")].map(
+        text => ({said: text.textContent, box: text.getBoundingClientRect()}));
+    return {
+        lines: lines.length,
+        dots: dots.length,
+        names: names.map(name => name.said),
+        crossed: names.filter(({box}) =>
+            points.some(point => within(box, point.x, point.y)) ||
+            dots.some(dot => overlap(box, dot)) ||
+            names.some(other => other.box !== box && overlap(box, other.box))
+        ).map(name => name.said),
+    };
+}"""
+COLORS = "--ink: #000; --muted: #555; --line: #ddd; --paper: #fff;" + "".join(
+    f" --s{number}: #{number}{number}9;" for number in range(1, 8)
+)
+CLOSE = {"bfloat16": 7.2e14, "float16": 7e14, "tf32": 4.2e14, "float64": 6e13, "float32": 5.2e13}
+
+
+def product(precision: str, intensity: float, rate: float) -> Measured:
+    """A product of some FLOPs a byte at so many FLOP/s."""
+    flops, nbytes = int(1e9 * intensity), int(1e9)
+    plain = (False, False, "", False, False)
+    found = Operation("aten::mm", "", None, nbytes, flops, precision, precision, (), *plain)
+    return Measured(found, flops / rate, 0, "arithmetic")
+
+
+@pytest.mark.parametrize("width", [WIDTH, WIDE])
+@pytest.mark.parametrize(
+    ("flops", "bandwidth", "dots"),
+    [
+        (CLOSE, 2e12, [(1, 1.5e12), (8, 1.7e13), (300, 4e14), (3000, 7.1e14)]),
+        ({"float32": 1e11, "bfloat16": 9e10}, 1e10, []),
+        ({"float32": 1e11}, 1e10, [(300, 5e9)]),  # The slope is steep, and near the edge.
+        ({"float32": 1e11}, 1e10, [(1.3, 6e7), (2, 1.8e10), (15, 9e10), (70, 1e11), (70, 1.1e11)]),
+    ],
+)
+def test_nothing_crosses_a_name_in_a_roofline(
+    flops: dict[str, float],
+    bandwidth: float,
+    dots: list[tuple[float, float]],
+    width: float,
+    browser: playwright.Browser,
+) -> None:
+    names = itertools.cycle(flops)
+    measured = [product(next(names), intensity, rate) for intensity, rate in dots]
+    roofs = Roofs("a machine", 1, ((1 << 27, (1 << 27) / bandwidth),), flops, 1e-6)
+    svg = roofline("Net", measured, roofs, width=width)
+    page = browser.new_page()
+    page.set_content(f"<style>:root {{{COLORS}}} body {{font-family: sans-serif}}</style>{svg}")
+    found = page.evaluate(CROSSED)
+    page.close()
+    used = {each.operation.precision for each in measured} or set(flops)
+    assert found["dots"] == len(dots)
+    assert found["lines"] == 1 + len(used) + 2  # The slope, the roofs, and two axes.
+    assert sum("FLOP/s" in name for name in found["names"]) == len(used) + 1
+    assert any(name.startswith("copy ") for name in found["names"])
+    assert found["crossed"] == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..report.markup import Html
@@ -21,8 +22,17 @@ if TYPE_CHECKING:
 _LANE, _AXES = 44.0, 58.0
 # Bars that are narrower than this, in units, are drawn together with their neighbours.
 _NARROW = 1.0
-# The width of a character of a label.
-_CHARACTER = 6.5
+# The width of a character of a label, the height of a name, and what is between it and its line.
+_CHARACTER, _NAME, _GAP = 6.5, SIZE + 4.0, 3.0
+# What is between the names of roofs and the dots.
+_APART = 12.0
+# Where the name of the slope may stand: shares of the way up, and sides of it.
+_ALONG = (0.5, 0.35, 0.65, 0.2, 0.8, 0.95, 0.05)
+_SIDES: tuple[tuple[int, int, Any, Any], ...] = (
+    (-8, 6, "right", "bottom"),
+    (8, -6, "left", "top"),
+    (40, -30, "left", "top"),
+)
 
 
 def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: float = WIDE) -> Html:
@@ -38,59 +48,58 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
     whole = sum(each.seconds for each in measured) or 1.0
     rates = [(each.operation.flops or 0) / each.seconds for each in points]
     intensities = [(each.operation.flops or 0) / each.operation.nbytes for each in points]
-    top = max([*ceilings.values(), *rates]) * 2.5
+    highest = ceilings[order[0]]
+    knee = highest / roofs.bandwidth
     x_low = 10 ** math.floor(math.log10(min([1.0, *intensities])))
-    # Right of all dots there is room for the names of the roofs.
-    x_high = max([top / roofs.bandwidth, *intensities]) * (8 if width >= WIDE else 20)
     y_low = min([roofs.bandwidth * x_low, *(rate / 2 for rate in rates)])
-    scale = width / WIDE
+    start = max(x_low, y_low / roofs.bandwidth)
+    tones = {dtype: color(series(number)) for number, dtype in enumerate(order)}
+    radii = [(3 + 16 * math.sqrt(m.seconds / whole)) * max(width / WIDE, 0.7) for m in points]
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xlim(x_low, x_high)
-        axes.set_ylim(y_low, top)
         axes.grid(visible=True)
-        highest = ceilings[order[0]]
-        start = max(x_low, y_low / roofs.bandwidth)
-        knee = highest / roofs.bandwidth
-        axes.plot([start, knee], [roofs.bandwidth * start, highest], color=INK, linewidth=1.6)
-        axes.annotate(
-            f"copy {_rate(roofs.bandwidth)}B/s",
-            (math.sqrt(start * knee), roofs.bandwidth * math.sqrt(start * knee)),
-            (-8, 6),
-            textcoords="offset points",
-            ha="right",
-            color=INK,
-        )
-        last = math.inf
-        for number, dtype in enumerate(order):
-            flops, tone = ceilings[dtype], color(series(number))
-            axes.plot([flops / roofs.bandwidth, x_high], [flops, flops], color=tone, linewidth=1.6)
-            # Names of roofs that are close to each other stand one below the other.
-            up = axes.transData.transform((x_high, flops))[1]
-            last = min(up + 4, last - SIZE - 3)
-            axes.annotate(
-                f"{dtype} {_rate(flops)}FLOP/s",
-                (x_high, flops),
-                (-4, last - up),
-                textcoords="offset points",
-                ha="right",
-                color=tone,
-                zorder=4,
-            )
-        for each, rate, intensity in zip(points, rates, intensities, strict=True):
-            known = each.operation.precision in order
-            tone = color(series(order.index(each.operation.precision))) if known else INK
-            radius = (3 + 16 * math.sqrt(each.seconds / whole)) * max(scale, 0.7)
+        _named_axes(axes, "FLOPs a byte", "FLOP/s")
+        if alone:
+            _title(axes, title, rest)
+        names = [f"{dtype} {_rate(ceilings[dtype])}FLOP/s" for dtype in order]
+        # Right of all dots, and above all roofs, there is room for the roofs' names.
+        x_dots, y_roofs = max([knee, *intensities]), max([highest, *rates])
+        axes.set_xlim(x_low, x_dots)
+        axes.set_ylim(y_low, y_roofs)
+        figure.draw_without_rendering()
+        inside = axes.get_window_extent()
+        beside = max(map(len, names)) * _CHARACTER + max(radii, default=0.0) + _APART
+        above = len(names) * _NAME + _APART
+        x_high = _beyond(x_low, x_dots, beside / inside.width)
+        axes.set_xlim(x_low, x_high)
+        axes.set_ylim(y_low, _beyond(y_low, y_roofs, above / inside.height))
+        lines = [([start, knee], [roofs.bandwidth * start, highest])]
+        lines += [([ceilings[d] / roofs.bandwidth, x_high], [ceilings[d]] * 2) for d in order]
+        for (xs, ys), tone in zip(lines, (INK, *tones.values()), strict=True):
+            axes.plot(xs, ys, color=tone, linewidth=1.6)
+        for each, rate, intensity, radius in zip(points, rates, intensities, radii, strict=True):
+            tone = tones.get(each.operation.precision, INK)
             (drawn,) = axes.plot([intensity], [rate], "o", color=tone, markersize=2 * radius,
                                  alpha=0.6, markeredgewidth=1, zorder=3)  # fmt: skip
             text = f"{each.operation.module}: {each.operation.name}, {duration(each.seconds)}"
             hint(drawn, text)
-        _named_axes(axes, "FLOPs a byte", "FLOP/s")
-        if alone:
-            _title(axes, title, rest)
+        figure.draw_without_rendering()
+        for name, dtype, up in zip(names, order, _heights(axes, ceilings, order), strict=True):
+            axes.annotate(
+                name,
+                (x_high, ceilings[dtype]),
+                (-4, up),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                color=tones[dtype],
+                zorder=4,
+            ).set_in_layout(False)
+        dots = [(x, y, radius) for x, y, radius in zip(intensities, rates, radii, strict=True)]
+        _name_slope(figure, axes, f"copy {_rate(roofs.bandwidth)}B/s", lines, dots)
 
     missing = 1 - sum(each.seconds for each in points) / whole
     title = f"Roofline of {short(name)} on {roofs.device}"
@@ -98,6 +107,75 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
     alone = width >= WIDE
     height = 460 if alone else 320
     return draw("roofline", f"{title}. {rest}", height, paint, width=width, alone=alone)
+
+
+def _beyond(low: float, high: float, share: float) -> float:
+    """The end of a logarithmic axis of which everything beyond `high` is a share."""
+    return float(high * (high / low) ** (share / (1 - share)))
+
+
+def _heights(axes: Axes, ceilings: Mapping[str, float], order: Sequence[str]) -> list[float]:
+    """How far above its roof each name stands, in units; `order` is from the highest roof down.
+
+    Names of roofs that are close to each other stand one above the other over the highest of these.
+    """
+    heights = [float(axes.transData.transform((1.0, ceilings[dtype]))[1]) for dtype in order]
+    found, waiting = dict.fromkeys(range(len(order)), 0.0), []
+    for number in reversed(range(len(order))):
+        waiting.append(number)
+        above = heights[number - 1] if number else math.inf
+        if above - heights[number] >= len(waiting) * _NAME + _GAP:
+            for step, each in enumerate(waiting):
+                found[each] = heights[number] + _GAP + step * _NAME - heights[each]
+            waiting.clear()
+    return [*found.values()]
+
+
+def _name_slope(
+    figure: Figure,
+    axes: Axes,
+    name: str,
+    lines: Sequence[tuple[Sequence[float], Sequence[float]]],
+    dots: Sequence[tuple[float, float, float]],
+) -> None:
+    """The name of the first line beside it, where no line, dot or other name is."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.path import Path
+    from matplotlib.transforms import Bbox
+
+    measuring: Any = FigureCanvasAgg(figure)  # Its methods have no annotations.
+    renderer = measuring.get_renderer()
+    inside = axes.get_window_extent(renderer).padded(-_GAP)
+    drawn = [Path(axes.transData.transform([*zip(*line, strict=True)])) for line in lines]
+    taken = [text.get_window_extent(renderer).padded(_GAP) for text in axes.texts]
+    for x, y, radius in dots:
+        across, up = axes.transData.transform((x, y))
+        taken.append(Bbox.from_bounds(across - radius, up - radius, 2 * radius, 2 * radius))
+    (begin, end), (low, high) = lines[0]
+    for share, (right, up, horizontal, vertical) in itertools.product(_ALONG, _SIDES):
+        text = axes.annotate(
+            name,
+            (begin * (end / begin) ** share, low * (high / low) ** share),
+            (right, up),
+            textcoords="offset points",
+            ha=horizontal,
+            va=vertical,
+            color=INK,
+            zorder=4,
+        )
+        text.set_in_layout(False)
+        # A browser's font may be a little wider.
+        box = text.get_window_extent(renderer).expanded(1.08, 1.0)
+        if (
+            inside.x0 <= box.x0
+            and box.x1 <= inside.x1
+            and inside.y0 <= box.y0
+            and box.y1 <= inside.y1
+            and not any(path.intersects_bbox(box, filled=False) for path in drawn)
+            and not any(box.overlaps(other) for other in taken)
+        ):
+            return
+        text.remove()
 
 
 def _title(axes: Axes, title: str, rest: str = "") -> None:
