@@ -17,6 +17,7 @@ from planted import Planted, Small
 from torch import nn
 
 import graphwright as gw
+from graphwright.report.report import Report
 from graphwright.report.result import Status
 from graphwright.strategies import torchscript
 from graphwright.tuning import choice_cache
@@ -92,27 +93,27 @@ def test_a_choice_that_is_wrong_by_now_is_tuned_again(monkeypatch: pytest.Monkey
     assert row.status is Status.WRONG
 
 
-class Masked(nn.Module):
-    """A mean of what is not masked: NaN where nothing is left."""
+class Corrected(nn.Module):
+    """As a variance of a few samples is: Inf for a single one."""
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return (x * mask[:, None]).sum(0) / mask.sum()
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return x.square() / (count - 1)
 
 
 def test_a_choice_that_was_verified_with_less_is_no_choice_for_what_can_be_verified() -> None:
-    x, ones = torch.randn(8, 16), torch.ones(8, dtype=torch.long)
-    first = gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report
-    assert first.left_out == ["args[1] of zeros"]
-    assert gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report.recalled
-    mixed = ones.clone()
-    mixed[5:] = 0
-    second = gw.tune(Masked().eval(), (x, mixed), strategies=NAMES).report
+    def report(count: int) -> Report:
+        args = torch.randn(8, 16), torch.tensor(count)
+        return gw.tune(Corrected().eval(), args, strategies=NAMES).report
+
+    assert report(2).left_out == ["args[1] of 1"]
+    assert report(2).recalled
+    second = report(5)
     assert not second.recalled
     assert second.left_out == []
-    assert "The cached choice was not verified with args[1] of zeros: tuned again." in second.notes
+    assert "The cached choice was not verified with args[1] of 1: tuned again." in second.notes
     # What was verified with everything is good for both.
-    assert gw.tune(Masked().eval(), (x, mixed), strategies=NAMES).report.recalled
-    assert gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report.recalled
+    assert report(5).recalled
+    assert report(2).recalled
 
 
 def test_a_broken_entry_is_ignored_with_a_warning() -> None:
