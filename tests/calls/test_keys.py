@@ -371,6 +371,7 @@ def test_key_is_the_same_under_all_names_of_a_file(
     assert len({described(model.act) for model in models}) == 3
 
 
+@pytest.mark.slow
 def test_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     running = []
     for seed in ("1", "2"):
