@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphwright.calls.fingerprint import Fingerprint, _Words, described, key_of
+from graphwright.calls.leaves import describe
 from graphwright.calls.modules import FunctionModule
-from graphwright.calls.signature import describe
 from graphwright.errors import SignatureError
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "a GPU", "driver": "580.1"}

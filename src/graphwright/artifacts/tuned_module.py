@@ -21,16 +21,8 @@ from ..calls.modules import ModuleProxy, any_in_training, in_training
 from ..calls.objects import detached
 from ..calls.plurals import counted
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    Range,
-    RangedSignature,
-    inside_transform,
-    quick_key,
-    tensors_of,
-)
+from ..calls.signature import CallSignature, Range, RangedSignature, inside_transform, quick_key
+from ..calls.split import Args, Kwargs, tensors_of
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut

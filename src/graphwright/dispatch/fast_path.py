@@ -13,15 +13,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..calls import watch
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    MixedArguments,
-    fitting,
-    has_function_mode,
-    in_order_of,
-)
+from ..calls.leaves import fitting
+from ..calls.signature import CallSignature, has_function_mode
+from ..calls.split import Args, Kwargs, MixedArguments, in_order_of
 from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
 from ..calls.places import Place, carried_by, hidden
-from ..calls.signature import Args, CallSignature, Kwargs, quick_key
+from ..calls.signature import CallSignature, quick_key
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs

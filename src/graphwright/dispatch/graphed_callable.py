@@ -33,17 +33,14 @@ from ..calls.options import (
 )
 from ..calls.places import Place
 from ..calls.signature import (
-    Args,
     Call,
     CallSignature,
-    Kwargs,
     arguments_of,
     inside_func,
     inside_transform,
-    leaf_names,
     quick_key,
-    require_grad,
 )
+from ..calls.split import Args, Kwargs, leaf_names, require_grad
 from ..calls.watch import Checks
 from ..errors import (
     RUNS_EAGERLY,

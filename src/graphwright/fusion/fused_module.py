@@ -37,7 +37,8 @@ from ..calls.options import (
     refuse,
 )
 from ..calls.plurals import counted
-from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, quick_key
+from ..calls.signature import CallSignature, inside_transform, quick_key
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (

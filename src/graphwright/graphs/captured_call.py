@@ -22,18 +22,11 @@ from ..calls.objects import classes_in, giving, has_objects
 from ..calls.operations import default_generators
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.places import Place, carried_by, hidden
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    argument_names,
-    flatten,
-    refuse_weights,
-    tensors_of,
-    unflatten,
-)
+from ..calls.signature import CallSignature
 from ..calls.snapshots import clone_leaves, same_bits
+from ..calls.split import Args, Kwargs, argument_names, flatten, tensors_of, unflatten
 from ..calls.watch import ModuleWatch
+from ..calls.weights import refuse_weights
 from ..errors import CaptureError, GraphwrightError, SignatureError
 from . import as_eager
 from .composition import Parts, SetUpFirst

@@ -28,7 +28,7 @@ from ..calls.objects import (
     same,
 )
 from ..calls.places import MISSING, Place
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 
 _LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict")
 

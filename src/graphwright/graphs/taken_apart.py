@@ -25,8 +25,9 @@ from ..calls.dependencies import Dependencies
 from ..calls.modes import opaque
 from ..calls.objects import giving, has_objects, objects_key
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, CallSignature, Kwargs, argument_names, flatten
+from ..calls.signature import CallSignature
 from ..calls.snapshots import ModuleState, clone_leaves
+from ..calls.split import Args, Kwargs, argument_names, flatten
 from ..errors import SignatureError
 from ..evaluation.measurement import Timer
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree

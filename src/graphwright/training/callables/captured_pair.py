@@ -22,8 +22,10 @@ from ...calls.binding import sees_order
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
 from ...calls.plurals import counted
-from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
+from ...calls.signature import CallSignature
+from ...calls.split import Args, Kwargs, flatten
 from ...calls.watch import ModuleWatch
+from ...calls.weights import refuse_weights
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
 from ...graphs.composition import Parts
