@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -196,15 +196,20 @@ def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
 
 def _own_storages(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each tensor has its own storage, which is not empty."""
-    found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return len(found) == len(tensors) and 0 not in found and not overlapping(tensors)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return len(sizes) == len(tensors) and 0 not in sizes and not _meet(sizes.items())
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether different storages overlap in memory, as those of NumPy arrays may."""
     storages = [tensor.untyped_storage() for tensor in tensors]
-    ranges = sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
-    return any(a + n > b for (a, n), (b, _) in itertools.pairwise(ranges) if a != b)
+    return _meet({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
+
+
+def _meet(ranges: Iterable[tuple[int, int]]) -> bool:
+    """Whether ranges of memory, address and bytes of each, overlap without beginning alike."""
+    return any(a + n > b for (a, n), (b, _) in itertools.pairwise(sorted(ranges)) if a != b)
 
 
 def shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:

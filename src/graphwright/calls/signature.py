@@ -37,6 +37,8 @@ from .split import (
     Args,
     Kwargs,
     MixedArguments,
+    Pattern,
+    Split,
     argument_names,
     flatten,
     in_order_of,
@@ -101,6 +103,8 @@ class CallSignature:
     guard: Callable[..., bool] | None = field(compare=False, repr=False)
     # The same for calls that have plain values beside the tensors.
     mixed: MixedArguments | None = field(compare=False, repr=False, default=None)
+    # The same for calls with containers and objects, of a signature that lasts.
+    pattern: Pattern | None = field(compare=False, repr=False, default=None)
     # Whether objects are taken apart.
     objects: bool = field(compare=False, repr=False, default=False)
     # Whether calls with the keyword arguments in another order fit, since nobody can see it.
@@ -108,7 +112,13 @@ class CallSignature:
 
     @classmethod
     def of(
-        cls, args: Args, kwargs: Kwargs, *, objects: bool = False, any_order: bool = False
+        cls,
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        objects: bool = False,
+        any_order: bool = False,
+        lasts: bool = False,
     ) -> CallSignature:
         """Describe a call.
 
@@ -118,6 +128,7 @@ class CallSignature:
             objects: whether objects among them are taken apart, or refused.
             any_order: whether calls fit that have the keyword arguments in another order; only
                 where the callable cannot see it (`binding.sees_order`).
+            lasts: whether many calls are compared with it, which it is made ready for.
 
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
@@ -148,12 +159,23 @@ class CallSignature:
                 {name: describe(value) for name, value in kwargs.items()},
             )
             guard = guard_of(values)
-        mixed = None
+        mixed = pattern = None
         if flat is None and not aliases:
             mixed = MixedArguments.of(args, kwargs, any_order=any_order)
+            if mixed is None and lasts:
+                pattern = Pattern.of(args, kwargs, leaves, spec, any_order=any_order)
         switched = (*autocast(), *lasting_switches())
         return cls(
-            spec, tuple(described), aliases, switched, flat, guard, mixed, objects, any_order
+            spec,
+            tuple(described),
+            aliases,
+            switched,
+            flat,
+            guard,
+            mixed,
+            pattern,
+            objects,
+            any_order,
         )
 
     @functools.cached_property
@@ -170,7 +192,8 @@ class CallSignature:
     def in_any_order(self) -> CallSignature:
         """The same signature; calls with the keyword arguments in another order fit too."""
         mixed = None if self.mixed is None else replace(self.mixed, any_order=True)
-        return replace(self, mixed=mixed, any_order=True)
+        pattern = None if self.pattern is None else replace(self.pattern, any_order=True)
+        return replace(self, mixed=mixed, pattern=pattern, any_order=True)
 
     def _ordered(self, kwargs: Kwargs) -> Kwargs:
         """The keyword arguments of any call, in the order of those described if that is free."""
@@ -249,6 +272,8 @@ class CallSignature:
             row = self.mixed.values(args, kwargs)
             if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
                 return self._same_switches()
+        if self.pattern is not None and self.split(args, kwargs) is not None:
+            return True
         if inside_transform():
             return False
         if self.flat is None:
@@ -268,6 +293,18 @@ class CallSignature:
         if len(values) > 1 and (shared(values) or overlapping(values)):
             return False
         return self._same_switches()
+
+    def split(self, args: Args, kwargs: Kwargs) -> Split | None:
+        """A call with containers or objects, taken apart, if it is quickly told that it fits."""
+        pattern = self.pattern
+        if pattern is None:
+            return None
+        if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+            return None
+        found = pattern.split(args, kwargs)
+        if found is None or not fitting(pattern.guard, pattern.tensors(found.leaves)):
+            return None
+        return found if self._same_switches() else None
 
     def _equals(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call's signature is this one."""

@@ -410,7 +410,8 @@ class GraphCache:
             state.watch.join(graph.parts)
         effects = graph.mutates or graph.random or graph.has_effects
         pure = not (effects or graph.tree is not None)
-        entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
+        # That of the graph is the same, and tells quickly of calls whether they fit.
+        entry = CacheEntry(graph.signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
         self._order[graph] = entry

@@ -27,10 +27,10 @@ from ..calls.objects import giving, has_objects, objects_key
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import CallSignature
 from ..calls.snapshots import ModuleState, clone_leaves
-from ..calls.split import Args, Kwargs, argument_names, flatten
+from ..calls.split import Args, Kwargs, argument_names, flatten, objects_of, objects_tree
 from ..errors import SignatureError
 from ..evaluation.measurement import Timer
-from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
+from .effects import GivenObjects, Outcome, Unrepeatable
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,9 @@ def key_with_objects(args: Args, kwargs: Kwargs) -> Any:
 
 def holds_objects(args: Args, kwargs: Kwargs) -> bool:
     """Whether there is an object among the arguments of a call."""
-    if not has_objects(pytree.tree_leaves((args, kwargs))):
-        return False
     try:
+        if not has_objects(pytree.tree_leaves((args, kwargs))):
+            return False
         return CallSignature.of(args, kwargs, objects=True).has_objects
-    except SignatureError:
+    except (SignatureError, RecursionError):
         return False  # It is refused by name, as other calls are.
