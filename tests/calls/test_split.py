@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
+import gc
 import math
 import random
+import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphwright.calls.signature import CallSignature
 from graphwright.calls.split import Pattern, flatten, objects_of
@@ -214,6 +219,8 @@ def test_calls_are_taken_apart_as_in_full() -> None:
 def cache(layers: int = 3) -> Held:
     made = Held()
     vars(made).update(layers=[Layer() for _ in range(layers)], dtype=torch.float32)
+    vars(made).update(table={name: torch.randn(2, 3) for name in "ab"}, size=torch.Size([2]))
+    vars(made).update(notes=[Held(), Held()])
     return made
 
 
@@ -224,6 +231,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "another attribute": lambda c: setattr(c.layers[1], "more", None),
     "one attribute less": lambda c: delattr(c.layers[1], "scale"),
     "another order": lambda c: setattr(c.layers[1], "keys", vars(c.layers[1]).pop("keys")),
+    "another key": lambda c: c.table.update(c=c.table.pop("b")),
+    "another size": lambda c: setattr(c, "size", torch.Size([3])),
+    "one note twice": lambda c: c.notes.__setitem__(1, c.notes[0]),
     "another class": lambda c: setattr(c.layers[1], "__class__", Other),
     "one layer more": lambda c: c.layers.append(Layer()),
     "a tuple for a list": lambda c: setattr(c, "layers", tuple(c.layers)),
@@ -252,6 +262,13 @@ def test_another_call_is_not_of_the_pattern(name: str) -> None:
     assert not signature.fits((made, torch.randn(2)), {})
 
 
+def test_numbers_that_are_equal_are_the_same() -> None:
+    signature, _ = pattern_of(((cache(),), {}))
+    other = cache()
+    other.layers[1].length = int("1000")
+    assert signature.split((other,), {}) is not None
+
+
 def test_what_has_two_places_has_two_in_each_call() -> None:
     one = Layer()
     signature, pattern = pattern_of(((one, [one]), {}))
@@ -278,10 +295,12 @@ def test_keyword_arguments_come_in_any_order_where_nobody_sees_it() -> None:
     assert free.split((), {"a": given["a"], "c": given["b"]}) is None
 
 
-def test_a_pattern_holds_nothing_of_the_callers() -> None:
-    import gc
-    import weakref
+def test_only_a_signature_that_lasts_takes_calls_apart() -> None:
+    call = (cache(),), {}
+    assert CallSignature.of(*call, objects=True).split(*call) is None
 
+
+def test_a_pattern_holds_nothing_of_the_callers() -> None:
     made = cache()
     signature, pattern = pattern_of(((made,), {}))
     assert pattern is not None
@@ -290,3 +309,35 @@ def test_a_pattern_holds_nothing_of_the_callers() -> None:
     gc.collect()
     assert [each() for each in waiting] == [None, None, None]
     assert signature.split((cache(),), {}) is not None
+
+
+class Logging(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def other_default() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+LOOKING_ON: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "forward AD": forward_ad.dual_level,
+    "autocast": lambda: torch.autocast("cpu"),
+    "another default dtype": other_default,
+    "a dispatch mode": Logging,
+}
+
+
+@pytest.mark.parametrize("name", LOOKING_ON)
+def test_what_looks_on_takes_no_call_apart(name: str) -> None:
+    made = cache()
+    signature, pattern = pattern_of(((made,), {}))
+    assert pattern is not None
+    with LOOKING_ON[name]():
+        split = signature.split((made,), {})
+    assert split is None
