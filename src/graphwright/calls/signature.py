@@ -304,7 +304,9 @@ class CallSignature:
         found = pattern.split(args, kwargs)
         if found is None or not fitting(pattern.guard, pattern.tensors(found.leaves)):
             return None
-        return found if self._same_switches() else None
+        if not self._same_switches():
+            return None
+        return found
 
     def _equals(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call's signature is this one."""
