@@ -724,7 +724,7 @@ def put_together(module: nn.Module, apart: Apart) -> TunedModule:
     table: list[Entry] = []
     by_key: dict[Any, list[Entry]] = {}
     for number, (call, made) in enumerate(zip(apart.calls, apart.made, strict=True)):
-        answer = with_objects(choice.table[number][1], made, kind_of(number, count))
+        answer = with_objects(choice.table[number][1], call.signature, made, kind_of(number, count))
         if eager:
             answer = eager_without_grad(module, choice.same_under_no_grad)
         table.append((call.signature, answer))

@@ -42,6 +42,7 @@ from .split import (
     argument_names,
     flatten,
     in_order_of,
+    objects_of,
     unflatten,
 )
 from .switches import CALL_NAMES, CUDA, autocast, lasting_switches
@@ -293,6 +294,22 @@ class CallSignature:
         if len(values) > 1 and (shared(values) or overlapping(values)):
             return False
         return self._same_switches()
+
+    def taken_apart(self, args: Args, kwargs: Kwargs) -> Split:
+        """A call that is known to fit, taken apart."""
+        kwargs = self.in_order(kwargs)
+        if self.flat is not None:
+            return Split((*args, *kwargs.values()), ())  # All are tensors.
+        if self.mixed is not None:
+            values = self.mixed.values(args, kwargs)
+            if values is not None:
+                return Split(values, ())
+        if self.pattern is not None:
+            found = self.pattern.split(args, kwargs)
+            if found is not None:
+                return found
+        leaves, _ = flatten(args, kwargs, objects=self.objects)
+        return Split(leaves, objects_of(args, kwargs))
 
     def split(self, args: Args, kwargs: Kwargs) -> Split | None:
         """A call with containers or objects, taken apart, if it is quickly told that it fits."""

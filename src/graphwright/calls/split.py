@@ -174,6 +174,12 @@ class MixedArguments:
             return None
         return cls(len(args), tuple(kwargs), plain, places, guard, any_order)
 
+    @property
+    def template(self) -> Args:
+        """The leaves, None for tensors."""
+        values = dict(self.plain)
+        return tuple(values.get(index) for index in range(len(values) + len(self.places)))
+
     def values(self, args: Args, kwargs: Kwargs) -> Args | None:
         """A call's arguments as one tuple, if the plain ones are the same objects; else None."""
         if len(args) != self.count or len(kwargs) != len(self.names):
@@ -190,7 +196,7 @@ class MixedArguments:
                 return None
         return args
 
-    def tensors(self, values: Args) -> Args:
+    def tensors(self, values: Sequence[Any]) -> Args:
         """The tensors among them."""
         return tuple([values[index] for index in self.places])
 

@@ -577,7 +577,7 @@ class _OfTensors(BucketedCallable):
         mine.name_arguments(call.names)
         self._tally, self._warned = owner._tally, owner._warned
         self.call = call
-        self.answer = with_objects(self, taken.made(0, call.tensors))
+        self.answer = with_objects(self, call.signature, taken.made(0, call.tensors))
 
     def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
         with eager_results():

@@ -472,7 +472,9 @@ class CapturedCall(Graph):
             split: what `signature.split` made of the call.
         """
         if split is None:
-            split = self._split(args, kwargs)
+            split = (
+                Split(args, ()) if self._plain_args else self.signature.taken_apart(args, kwargs)
+            )
         several = self._holds_objects and self._results is None
         if not (self.has_effects or several or self.signature.has_objects):
             return self.run_leaves(split.leaves, finish, (args, kwargs))
@@ -643,24 +645,6 @@ class CapturedCall(Graph):
                 return results.build(args, targets)
 
         return launch
-
-    def _split(self, args: Args, kwargs: Kwargs) -> Split:
-        """Take a call apart that is known to fit."""
-        if self._plain_args:
-            return Split(args, ())
-        signature = self.signature
-        if signature.flat is not None:
-            return Split((*args, *signature.in_order(kwargs).values()), ())  # All are tensors.
-        if signature.mixed is not None:
-            values = signature.mixed.values(args, kwargs)
-            if values is not None:
-                return Split(values, ())
-        if signature.pattern is not None:
-            found = signature.pattern.split(args, kwargs)
-            if found is not None:
-                return found
-        leaves, _ = flatten(args, signature.in_order(kwargs), objects=self._takes_objects)
-        return Split(leaves, objects_of(args, kwargs) if self._holds_objects else ())
 
     def _run_with_copies(
         self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]

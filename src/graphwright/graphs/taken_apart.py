@@ -27,7 +27,7 @@ from ..calls.objects import giving, has_objects, objects_key
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import CallSignature
 from ..calls.snapshots import ModuleState, clone_leaves
-from ..calls.split import Args, Kwargs, argument_names, flatten, objects_of, objects_tree
+from ..calls.split import Args, Kwargs, argument_names, flatten, objects_tree
 from ..errors import SignatureError
 from ..evaluation.measurement import Timer
 from .effects import GivenObjects, Outcome, Unrepeatable
@@ -61,7 +61,7 @@ class ApartCall:
         Raises:
             SignatureError: one cannot be looked into.
         """
-        signature = CallSignature.of(args, kwargs, objects=True, any_order=any_order)
+        signature = CallSignature.of(args, kwargs, objects=True, any_order=any_order, lasts=True)
         leaves, spec = flatten(args, kwargs, objects=True)
         names = argument_names(args, kwargs, objects=True)
         template = TreeTemplate.of(leaves, spec)
@@ -205,20 +205,23 @@ def kind_of(number: int, count: int) -> dict[str, str]:
 
 
 def with_objects(
-    call: Callable[..., Any], made: TreeTemplate, kind: Mapping[str, str] | None = None
+    call: Callable[..., Any],
+    signature: CallSignature,
+    made: TreeTemplate,
+    kind: Mapping[str, str] | None = None,
 ) -> Callable[..., Any]:
     """What answers calls of a model by something that was made of it taken apart.
 
     Args:
         call: what was made; it takes the tensors of the arguments, and gives those of the results.
+        signature: of calls of the model.
         made: what results are beside tensors.
         kind: keyword arguments that `call` takes beside the tensors.
     """
     named = kind or {}
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        leaves, _ = flatten(args, kwargs, objects=True)
-        objects = objects_of(args, kwargs)
+        leaves, objects = signature.taken_apart(args, kwargs)
         _THIS_CALL.made = None
         found = call(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], **named)
         # Where the model's Python has run, this call may be another than the first.
