@@ -40,8 +40,11 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[V
     changes.append(("the sample's values permuted", "", lambda t: _permuted(t, masks, generator)))
     if any(_is_flippable(t, masks) for t in call.tensors()):
         changes.append(("booleans flipped", "", lambda t: ~t if _is_flippable(t, masks) else t))
-    leaves = [(n, t) for n, t in call.leaves().items() if isinstance(t, torch.Tensor)]
-    flags = {name: tensor for name, tensor in leaves if _is_flag(tensor, masks)}
+    flags = {
+        name: leaf
+        for name, leaf in call.leaves().items()
+        if isinstance(leaf, torch.Tensor) and _is_flag(leaf, masks)
+    }
     if flags:
         changes.append((*_lowered_in_words(flags), lambda t: t - 1 if _is_flag(t, masks) else t))
     if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):

@@ -98,7 +98,7 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
                 color=tones[dtype],
                 zorder=4,
             ).set_in_layout(False)
-        dots = [(x, y, radius) for x, y, radius in zip(intensities, rates, radii, strict=True)]
+        dots = [*zip(intensities, rates, radii, strict=True)]
         _name_slope(figure, axes, f"copy {_rate(roofs.bandwidth)}B/s", lines, dots)
 
     missing = 1 - sum(each.seconds for each in points) / whole

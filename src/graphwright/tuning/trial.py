@@ -174,7 +174,7 @@ class CandidateEvaluator:
                     row.notes += [note for note in built.notes if note not in row.notes]
                     began = time.perf_counter()
                     verdict = self.verified(candidate, built, sample)
-                    part.verify_s = time.perf_counter() - began
+                    row.verify_s += time.perf_counter() - began
                     part.error = verdict.error
                     if not verdict.ok:
                         raise _Refused(Status.WRONG, verdict.reason)
@@ -382,7 +382,6 @@ class CandidateEvaluator:
                 part.status = row.status
         row.setup_s = sum(part.setup_s or 0.0 for part in parts)
         row.build_s = sum(part.build_s for part in parts)
-        row.verify_s = sum(part.verify_s for part in parts)
         row.peak_bytes = max((p.peak_bytes for p in parts if p.peak_bytes), default=None)
         row.error = max(
             (part.error for part in parts if part.error), key=lambda e: e.rms, default=None
