@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..report.markup import Html
@@ -48,8 +48,8 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
     whole = sum(each.seconds for each in measured) or 1.0
     rates = [(each.operation.flops or 0) / each.seconds for each in points]
     intensities = [(each.operation.flops or 0) / each.operation.nbytes for each in points]
-    highest = ceilings[order[0]]
-    knee = highest / roofs.bandwidth
+    tops = sorted(ceilings.values(), reverse=True)
+    knee = tops[0] / roofs.bandwidth
     x_low = 10 ** math.floor(math.log10(min([1.0, *intensities])))
     y_low = min([roofs.bandwidth * x_low, *(rate / 2 for rate in rates)])
     start = max(x_low, y_low / roofs.bandwidth)
@@ -66,7 +66,7 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
             _title(axes, title, rest)
         names = [f"{dtype} {_rate(ceilings[dtype])}FLOP/s" for dtype in order]
         # Right of all dots, and above all roofs, there is room for the roofs' names.
-        x_dots, y_roofs = max([knee, *intensities]), max([highest, *rates])
+        x_dots, y_roofs = max([knee, *intensities]), max([tops[0], *rates])
         axes.set_xlim(x_low, x_dots)
         axes.set_ylim(y_low, y_roofs)
         figure.draw_without_rendering()
@@ -76,8 +76,8 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
         x_high = _beyond(x_low, x_dots, beside / inside.width)
         axes.set_xlim(x_low, x_high)
         axes.set_ylim(y_low, _beyond(y_low, y_roofs, above / inside.height))
-        lines = [([start, knee], [roofs.bandwidth * start, highest])]
-        lines += [([ceilings[d] / roofs.bandwidth, x_high], [ceilings[d]] * 2) for d in order]
+        lines = [([start, knee], [roofs.bandwidth * start, tops[0]])]
+        lines += [([top / roofs.bandwidth, x_high], [top, top]) for top in tops]
         for (xs, ys), tone in zip(lines, (INK, *tones.values()), strict=True):
             axes.plot(xs, ys, color=tone, linewidth=1.6)
         for each, rate, intensity, radius in zip(points, rates, intensities, radii, strict=True):
@@ -87,17 +87,7 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
             text = f"{each.operation.module}: {each.operation.name}, {duration(each.seconds)}"
             hint(drawn, text)
         figure.draw_without_rendering()
-        for name, dtype, up in zip(names, order, _heights(axes, ceilings, order), strict=True):
-            axes.annotate(
-                name,
-                (x_high, ceilings[dtype]),
-                (-4, up),
-                textcoords="offset points",
-                ha="right",
-                va="bottom",
-                color=tones[dtype],
-                zorder=4,
-            ).set_in_layout(False)
+        _name_roofs(axes, x_high, tops, names, [*tones.values()])
         dots = [*zip(intensities, rates, radii, strict=True)]
         _name_slope(figure, axes, f"copy {_rate(roofs.bandwidth)}B/s", lines, dots)
 
@@ -114,21 +104,32 @@ def _beyond(low: float, high: float, share: float) -> float:
     return float(high * (high / low) ** (share / (1 - share)))
 
 
-def _heights(axes: Axes, ceilings: Mapping[str, float], order: Sequence[str]) -> list[float]:
-    """How far above its roof each name stands, in units; `order` is from the highest roof down.
+def _name_roofs(
+    axes: Axes, x: float, roofs: Sequence[float], names: Sequence[str], tones: Sequence[str]
+) -> None:
+    """The names of roofs at their right end; the roofs are from the highest down.
 
     Names of roofs that are close to each other stand one above the other over the highest of these.
     """
-    heights = [float(axes.transData.transform((1.0, ceilings[dtype]))[1]) for dtype in order]
-    found, waiting = dict.fromkeys(range(len(order)), 0.0), []
-    for number in reversed(range(len(order))):
+    heights = [float(axes.transData.transform((x, roof))[1]) for roof in roofs]
+    waiting: list[int] = []
+    for number in reversed(range(len(roofs))):
         waiting.append(number)
         above = heights[number - 1] if number else math.inf
-        if above - heights[number] >= len(waiting) * _NAME + _GAP:
-            for step, each in enumerate(waiting):
-                found[each] = heights[number] + _GAP + step * _NAME - heights[each]
-            waiting.clear()
-    return [*found.values()]
+        if above - heights[number] < len(waiting) * _NAME + _GAP:
+            continue
+        for step, each in enumerate(waiting):
+            axes.annotate(
+                names[each],
+                (x, roofs[each]),
+                (-4, heights[number] + _GAP + step * _NAME - heights[each]),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                color=tones[each],
+                zorder=4,
+            ).set_in_layout(False)
+        waiting.clear()
 
 
 def _name_slope(
