@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..report.markup import Html
@@ -80,15 +80,10 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
         lines += [([top / roofs.bandwidth, x_high], [top, top]) for top in tops]
         for (xs, ys), tone in zip(lines, (INK, *tones.values()), strict=True):
             axes.plot(xs, ys, color=tone, linewidth=1.6)
-        for each, rate, intensity, radius in zip(points, rates, intensities, radii, strict=True):
-            tone = tones.get(each.operation.precision, INK)
-            (drawn,) = axes.plot([intensity], [rate], "o", color=tone, markersize=2 * radius,
-                                 alpha=0.6, markeredgewidth=1, zorder=3)  # fmt: skip
-            text = f"{each.operation.module}: {each.operation.name}, {duration(each.seconds)}"
-            hint(drawn, text)
+        dots = [*zip(intensities, rates, radii, strict=True)]
+        _draw_dots(axes, points, dots, tones)
         figure.draw_without_rendering()
         _name_roofs(axes, x_high, tops, names, [*tones.values()])
-        dots = [*zip(intensities, rates, radii, strict=True)]
         _name_slope(figure, axes, f"copy {_rate(roofs.bandwidth)}B/s", lines, dots)
 
     missing = 1 - sum(each.seconds for each in points) / whole
@@ -102,6 +97,21 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
 def _beyond(low: float, high: float, share: float) -> float:
     """The end of a logarithmic axis of which everything beyond `high` is a share."""
     return float(high * (high / low) ** (share / (1 - share)))
+
+
+def _draw_dots(
+    axes: Axes,
+    points: Sequence[Measured],
+    dots: Sequence[tuple[float, float, float]],
+    tones: Mapping[str, str],
+) -> None:
+    """A dot for each operation: its intensity, its rate, and its radius."""
+    for each, (x, y, radius) in zip(points, dots, strict=True):
+        tone = tones.get(each.operation.precision, INK)
+        (drawn,) = axes.plot([x], [y], "o", color=tone, markersize=2 * radius, alpha=0.6,
+                             markeredgewidth=1, zorder=3)  # fmt: skip
+        text = f"{each.operation.module}: {each.operation.name}, {duration(each.seconds)}"
+        hint(drawn, text)
 
 
 def _name_roofs(
