@@ -64,7 +64,7 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
         _named_axes(axes, "FLOPs a byte", "FLOP/s")
         if alone:
             _title(axes, title, rest)
-        names = [f"{dtype} {_rate(ceilings[dtype])}FLOP/s" for dtype in order]
+        names = [*map(_of_roof, order, tops)]
         # Right of all dots, and above all roofs, there is room for the roofs' names.
         x_dots, y_roofs = max([knee, *intensities]), max([tops[0], *rates])
         axes.set_xlim(x_low, x_dots)
@@ -274,6 +274,10 @@ def _joined(bars: Sequence[Bar], narrow_s: float) -> list[Bar]:
         members = 1
         found.append(bar)
     return found
+
+
+def _of_roof(dtype: str, flops: float) -> str:
+    return f"{dtype} {_rate(flops)}FLOP/s"
 
 
 def _rate(value: float) -> str:
