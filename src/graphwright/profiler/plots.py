@@ -53,7 +53,6 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
     x_low = 10 ** math.floor(math.log10(min([1.0, *intensities])))
     y_low = min([roofs.bandwidth * x_low, *(rate / 2 for rate in rates)])
     start = max(x_low, y_low / roofs.bandwidth)
-    tones = {dtype: color(series(number)) for number, dtype in enumerate(order)}
     radii = [(3 + 16 * math.sqrt(m.seconds / whole)) * max(width / WIDE, 0.7) for m in points]
 
     def paint(figure: Figure) -> None:
@@ -64,7 +63,8 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
         _named_axes(axes, "FLOPs a byte", "FLOP/s")
         if alone:
             _title(axes, title, rest)
-        names = [*map(_of_roof, order, tops)]
+        tones = {dtype: color(series(number)) for number, dtype in enumerate(order)}
+        names = [f"{dtype} {_rate(top)}FLOP/s" for dtype, top in zip(order, tops, strict=True)]
         # Right of all dots, and above all roofs, there is room for the roofs' names.
         x_dots, y_roofs = max([knee, *intensities]), max([tops[0], *rates])
         axes.set_xlim(x_low, x_dots)
@@ -274,10 +274,6 @@ def _joined(bars: Sequence[Bar], narrow_s: float) -> list[Bar]:
         members = 1
         found.append(bar)
     return found
-
-
-def _of_roof(dtype: str, flops: float) -> str:
-    return f"{dtype} {_rate(flops)}FLOP/s"
 
 
 def _rate(value: float) -> str:
