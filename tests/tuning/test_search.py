@@ -18,6 +18,7 @@ from graphwright.evaluation.bounds import host_seconds
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
+from graphwright.strategies.base import Availability, Candidate
 from graphwright.strategies.registry import default_candidates, kernels_of, parse_candidates
 from graphwright.tuning.screening import Screening, Terms
 from graphwright.tuning.search import Search
@@ -387,6 +388,27 @@ def test_budgets_that_are_advised_are_for_all_before_as_well(
     assert "29 s more than the budget of 20 s left" in found["inductor:freeze"].reason
     assert found["inductor"].remedy == "--budget 30s, or budget_s=30, would try it."
     assert found["inductor:freeze"].remedy == "--budget 60s, or budget_s=60, would try it."
+
+
+@pytest.mark.parametrize("left_s", [-1.0, 1.0])
+def test_after_the_search_nobody_looks_whether_a_slow_one_could_run(
+    left_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To import ONNX Runtime and try it takes seconds."""
+    looked: list[str] = []
+
+    def look(candidate: Candidate, device: torch.device) -> Availability:
+        looked.append(candidate.name)
+        return Availability(True)
+
+    monkeypatch.setattr(Candidate, "availability", look)
+    names = "onnxruntime,torchscript"
+    search = search_of(CPU, [row("eager", EAGER_S)], names)
+    terms = Terms(False, 600.0, None, 20.0, deadline=time.monotonic() + left_s)
+    screening = Screening(nn.Linear(2, 2), CPU, search, terms, str)
+    found = [screening._not_tried(each) for each in search.waiting]
+    assert [each.status for each in found] == [Status.NOT_TRIED] * 2
+    assert looked == (["torchscript"] if left_s < 0 else names.split(","))
 
 
 def test_what_cannot_be_stopped_is_not_begun_where_it_would_end_late() -> None:

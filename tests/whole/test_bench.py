@@ -105,8 +105,8 @@ def test_a_mean_against_what_is_not_to_be_had_here_is_not_measured() -> None:
     here, failed = model(chosen(10), eager=60), model(chosen(10), eager=60)
     here["ways"]["reduce-overhead"] = {"status": "unavailable", "reason": "needs a CUDA device"}
     failed["ways"]["reduce-overhead"] = {"status": "failed", "reason": "no"}
-    assert met(result(one=here), "reduce-overhead") == {"0 of 1 models": None}
-    assert met(result(one=failed), "reduce-overhead") == {"0 of 1 models": False}
+    assert met(result(one=here), "reduce-overhead") == {"0 of 1 model": None}
+    assert met(result(one=failed), "reduce-overhead") == {"0 of 1 model": False}
     early = {"failed": "took over 150 s, at torch.jit", "ways": {"eager": way(9)}}
     assert met(result(one=here, two=early), "reduce-overhead") == {"0 of 2 models": None}
 
@@ -168,7 +168,7 @@ def test_markdown_says_which_targets_were_missed_and_how_it_was_run() -> None:
     assert missed.replace("1 of 3", "2 of 3") not in text
     assert "| one | inductor+graph | 50.0 | 500.0 | 49.0 | 10.00× | 0.98× reduce-overhead |" in text
     assert "2 of 3 targets met; missed: geometric mean of reduce-overhead's latency" in text
-    assert "(1 of 1 models: 0.980 against 1.500)." in text
+    assert "(1 of 1 model: 0.980 against 1.500)." in text
     assert "- every model: tune: a note" in text
     assert "gpu NVIDIA H200" in text
 

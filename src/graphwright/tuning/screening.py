@@ -200,10 +200,13 @@ class Screening:
     def _not_tried(self, candidate: Candidate, why: str = "") -> Row:
         """The row of a candidate that there was no time for."""
         row = Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
-        found = candidate.availability(self.device)
-        if not found.available:
-            row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
-            return row
+        # To look whether a slow one could run takes seconds, which are not there any more.
+        is_late = (self._left_s() or 0.0) < 0
+        if not (is_late and is_slow(candidate, self.device)):
+            found = candidate.availability(self.device)
+            if not found.available:
+                row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
+                return row
         spent = f"the budget of {self.terms.budget_s:g} s left no time to measure it"
         row.reason = why or spent
         row.remedy = "Give a larger budget or exhaustive=True, or name the strategies to try."
