@@ -252,11 +252,11 @@ def test_what_there_is_no_time_to_set_up_is_not_begun() -> None:
     assert {each.name for each in search.choose(9, 18.0)} == {"fused", "torchscript", "inductor"}
     assert search.choose(9, 18.0) == []
     assert [(each.name, why) for each, why in search.rest()] == [("inductor:freeze", "")]
-    # No limit, all is wanted, or it is too late for all.
+    # No limit, or all is wanted.
     for left_s, given in ((None, {}), (18.0, {"exhaustive": True}), (18.0, {"in_order": True})):
         every = search_of(CPU, rows, names, **given).choose(9, left_s)
         assert {each.name for each in every} == set(names.split(","))
-    assert len(search_of(CPU, rows, names).choose(9, 0.0)) == 4
+    assert search_of(CPU, rows, names).choose(9, -1.0) == []
     # Its kernels are in the compiler's cache.
     known = [*rows, row("inductor+graph", 0.5e-3)]
     search = search_of(GPU, known, "inductor,inductor+graph,aot_autograd")
@@ -390,7 +390,7 @@ def test_budgets_that_are_advised_are_for_all_before_as_well(
     assert found["inductor:freeze"].remedy == "--budget 60s, or budget_s=60, would try it."
 
 
-@pytest.mark.parametrize("left_s", [-1.0, 1.0])
+@pytest.mark.parametrize("left_s", [-1.0, 9.0])
 def test_after_the_search_nobody_looks_whether_a_slow_one_could_run(
     left_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

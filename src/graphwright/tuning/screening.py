@@ -24,6 +24,8 @@ from .workers.task import IsolationError
 FINALISTS_SHARE = 0.2
 # Larger budgets are advised in steps of so many seconds.
 _BUDGET_STEP_S = 5
+# Seconds that it may take to look whether a slow candidate could run: to import ONNX Runtime, say.
+_PROBE_S = 5.0
 
 
 @dataclass
@@ -109,8 +111,10 @@ class Screening:
             if why:
                 yield self._cannot_win(candidate, why)
             else:
-                missing_s += self.search.needs_s(candidate)
-                yield self._no_time_for(candidate, missing_s)
+                needs_s = self.search.needs_s(candidate)
+                row = self._no_time_for(candidate, missing_s + needs_s)
+                missing_s += needs_s if row.status is Status.NOT_TRIED else 0.0
+                yield row
 
     def _left_s(self) -> float | None:
         """Seconds until no further candidate is set up; None for no limit."""
@@ -200,8 +204,8 @@ class Screening:
     def _not_tried(self, candidate: Candidate, why: str = "") -> Row:
         """The row of a candidate that there was no time for."""
         row = Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
-        # To look whether a slow one could run takes seconds, which are not there any more.
-        is_late = (self._left_s() or 0.0) < 0
+        left_s = self._left_s()
+        is_late = left_s is not None and left_s < _PROBE_S
         if not (is_late and is_slow(candidate, self.device)):
             found = candidate.availability(self.device)
             if not found.available:

@@ -74,7 +74,7 @@ class Search:
             count: how many, at most; those that differ in the runner alone come together, since
                 they are built once, and count as one.
             left_s: seconds that are left; None for no limit. What usually needs more would only
-                hold others up. When none are left, all come: they are refused.
+                hold others up.
         """
         able = [
             each for each in self.waiting if not self.cannot_win(each) and self._fits(each, left_s)
@@ -143,7 +143,7 @@ class Search:
 
     def _fits(self, candidate: Candidate, left_s: float | None) -> bool:
         """Whether there is time to set it up, verify and time it, where not all is wanted."""
-        if left_s is None or left_s <= 0 or self.in_order or self.exhaustive:
+        if left_s is None or self.in_order or self.exhaustive:
             return True
         # Where it goes on beside others, it holds nothing up: it may be faster than usual.
         least = self.set_up_s(candidate) * (_QUICK_SHARE if self.spare else 1.0)
