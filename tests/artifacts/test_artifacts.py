@@ -189,9 +189,8 @@ def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: to
             same(torch.load(tmp_path / name / "y.pt", map_location=device), model(x, scale=3.0))
 
 
-@pytest.mark.parametrize(
-    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["onnxruntime", "aot_inductor"])
 def test_what_was_saved_for_a_range_of_sizes_answers_all_of_them(
     name: str, tmp_path: Path, device: torch.device
 ) -> None:
@@ -325,6 +324,7 @@ def test_plans_that_lead_out_of_a_bucket_are_refused(tmp_path: Path) -> None:
 # What is loaded keeps the contracts of what was tuned.
 
 
+@pytest.mark.slow
 def test_with_the_model_other_calls_are_eager_and_it_gets_the_weights(saved: Path) -> None:
     right, x = net()
     torch.manual_seed(7)
@@ -376,6 +376,7 @@ def test_parameters_keep_their_names_and_files_without_them_load(
     same(tuned(x, scale=3.0), right(x, scale=3.0))
 
 
+@pytest.mark.slow
 def test_what_was_loaded_can_be_saved_over_its_own_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.gw"
     torch.manual_seed(0)

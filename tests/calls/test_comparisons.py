@@ -27,20 +27,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphwright as gw
-from graphwright.calls import holders, signature, switches, watch
+from graphwright.calls import holders, leaves, split, switches, watch
 from graphwright.calls.dependencies import DictionarySource, Name, difference, same
 from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
 from graphwright.calls.iterators import _position, _steady, is_opaque_iterator
-from graphwright.calls.signature import (
-    CallSignature,
-    describe,
-    inside_func,
-    inside_transform,
-    refuse_weights,
-    require_grad,
-    without_memory,
-)
+from graphwright.calls.leaves import describe, without_memory
+from graphwright.calls.signature import CallSignature, inside_func, inside_transform
+from graphwright.calls.split import require_grad
 from graphwright.calls.watch import ModuleWatch
+from graphwright.calls.weights import refuse_weights
 from graphwright.errors import SignatureError
 from graphwright.graphs.effects import _difference
 
@@ -122,8 +117,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 def test_a_tensor_matches_its_like_alone(name: str) -> None:
     first = COMPLEX if name == "conjugated" else X
     # No assertion is given a tensor without memory, which it could not show.
-    itself = signature._matches(first.clone(), describe(first))
-    other = signature._matches((UNLIKE | UNUSUAL)[name](), describe(first))
+    itself = leaves.matches(first.clone(), describe(first))
+    other = leaves.matches((UNLIKE | UNUSUAL)[name](), describe(first))
     assert (itself, other) == (True, False)
 
 
@@ -131,15 +126,15 @@ def test_a_tensor_matches_its_like_alone(name: str) -> None:
 def test_a_tensor_of_a_transform_matches_none(name: str) -> None:
     like = X[0] if name == "vmap" else X
     expected = describe(like.clone())
-    assert seen_inside(TRANSFORMS[name], lambda x: signature._matches(x, expected)) == [False]
-    assert seen_inside(TRANSFORMS[name], signature._is_plain) == [False]
+    assert seen_inside(TRANSFORMS[name], lambda x: leaves.matches(x, expected)) == [False]
+    assert seen_inside(TRANSFORMS[name], leaves.is_plain) == [False]
     assert seen_inside(TRANSFORMS[name], lambda x: without_memory(x) is None) == [False]
 
 
 @pytest.mark.parametrize("name", [*UNUSUAL, "quantized"])
 def test_an_unusual_tensor_is_not_plain(name: str) -> None:
-    plain = signature._is_plain((UNUSUAL | {"quantized": quantized})[name]())
-    assert (signature._is_plain(X), plain) == (True, False)
+    plain = leaves.is_plain((UNUSUAL | {"quantized": quantized})[name]())
+    assert (leaves.is_plain(X), plain) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["class", "sparse", "nested"])
@@ -150,14 +145,14 @@ def test_pytorch_s_guard_is_never_given_an_unusual_tensor(name: str) -> None:
         given.append(values)
         return True
 
-    assert signature.fitting(guard, (X, Y))
-    assert not signature.fitting(guard, (X, UNUSUAL[name]()))
+    assert leaves.fitting(guard, (X, Y))
+    assert not leaves.fitting(guard, (X, UNUSUAL[name]()))
     assert len(given) == 1
 
 
 def test_a_guard_decides() -> None:
-    assert not signature.fitting(lambda *values: False, (X, Y))
-    found = [signature.fitting(lambda *values: True, row) for row in ((freed(),), (X, freed()))]
+    assert not leaves.fitting(lambda *values: False, (X, Y))
+    found = [leaves.fitting(lambda *values: True, row) for row in ((freed(),), (X, freed()))]
     assert found == [False, False]
 
 
@@ -176,9 +171,9 @@ def test_what_has_no_memory_is_named(make: Callable[[], torch.Tensor], kind: str
 
 
 def test_only_what_has_elements_can_be_freed() -> None:
-    assert not signature._was_freed(torch.zeros(0))
-    assert not signature._was_freed(X.to_sparse())
-    assert not signature._was_freed(UNUSUAL["nested"]())
+    assert not leaves.was_freed(torch.zeros(0))
+    assert not leaves.was_freed(X.to_sparse())
+    assert not leaves.was_freed(UNUSUAL["nested"]())
 
 
 # How a signature compares: by PyTorch's guard, by descriptions, and by making another one.
@@ -247,9 +242,9 @@ def test_where_the_order_is_free_names_and_their_number_still_count(way: str) ->
     assert not made.fits((), {"b": Y, "c": X})
     assert not made.fits((), {"b": Y, "a": X, "c": X + 2})
     assert not made.fits((), {"b": Y})
-    assert signature.in_order_of(("a", "b"), {"b": 2, "a": 1}, True) == (1, 2)
-    assert signature.in_order_of(("a", "b"), {"b": 2, "a": 1, "c": 3}, True) is None
-    assert signature.in_order_of(("a", "b"), {"b": 2, "a": 1}, False) is None
+    assert split.in_order_of(("a", "b"), {"b": 2, "a": 1}, True) == (1, 2)
+    assert split.in_order_of(("a", "b"), {"b": 2, "a": 1, "c": 3}, True) is None
+    assert split.in_order_of(("a", "b"), {"b": 2, "a": 1}, False) is None
 
 
 def test_a_graph_is_not_given_memory_that_overlaps() -> None:
@@ -271,13 +266,13 @@ def test_memory_that_overlaps_is_refused() -> None:
     with pytest.raises(SignatureError, match="share memory"):
         CallSignature.of(*CALLS["overlapping"][1])
     first, second = CALLS["overlapping"][1][0]
-    assert signature._overlapping([first, second])
-    assert not signature._overlapping([X, Y, torch.zeros(0), torch.zeros(0)])
-    assert not signature._overlapping([first, torch.from_numpy(_MEMORY)])  # They begin alike.
-    assert signature._own_storages([X, Y])
-    assert not signature._own_storages([X, X[1:]])
-    assert not signature._own_storages([first, second])
-    assert not signature._own_storages([X, torch.zeros(0)])
+    assert leaves.overlapping([first, second])
+    assert not leaves.overlapping([X, Y, torch.zeros(0), torch.zeros(0)])
+    assert not leaves.overlapping([first, torch.from_numpy(_MEMORY)])  # They begin alike.
+    assert leaves._own_storages([X, Y])
+    assert not leaves._own_storages([X, X[1:]])
+    assert not leaves._own_storages([first, second])
+    assert not leaves._own_storages([X, torch.zeros(0)])
     whole = torch.from_numpy(_MEMORY)
     assert CallSignature.of((whole[:4], whole[2:6]), {}).aliases == ((0, 1, 8),)
 

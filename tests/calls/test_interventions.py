@@ -140,7 +140,7 @@ INTERVENTIONS: list[Callable[[Part], object]] = [
 ]
 
 
-@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("values", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_both_checks_notice_the_same(
     values: bool, checks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphwright.calls.fingerprint import Fingerprint, _Words, described, key_of
+from graphwright.calls.leaves import describe
 from graphwright.calls.modules import FunctionModule
-from graphwright.calls.signature import describe
 from graphwright.errors import SignatureError
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "a GPU", "driver": "580.1"}
@@ -371,6 +371,7 @@ def test_key_is_the_same_under_all_names_of_a_file(
     assert len({described(model.act) for model in models}) == 3
 
 
+@pytest.mark.slow
 def test_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     running = []
     for seed in ("1", "2"):

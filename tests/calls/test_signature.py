@@ -12,7 +12,8 @@ from planted import Small
 from torch import nn
 
 from graphwright.calls.modules import FunctionModule
-from graphwright.calls.signature import CallSignature, argument_names, flatten, unflatten
+from graphwright.calls.signature import CallSignature
+from graphwright.calls.split import argument_names, flatten, unflatten
 from graphwright.calls.watch import ModuleWatch
 from graphwright.errors import SignatureError
 

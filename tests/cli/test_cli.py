@@ -404,6 +404,7 @@ def test_integers_span_their_range() -> None:
     assert (int(values.min()), int(values.max())) == (0, 9)
 
 
+@pytest.mark.slow
 def test_strategies_lists_all_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     result = invoke("strategies", "--device", "cpu")
@@ -668,6 +669,7 @@ def test_files_are_written_though_nobody_reads_what_is_printed(
     assert all(file.stat().st_size for file in files)
 
 
+@pytest.mark.slow
 def test_results_in_stdout_s_place_stand_alone(source: Path, tmp_path: Path) -> None:
     command = f"{sys.executable} -m graphwright tune {source}:pair {' '.join(QUICK)} --here"
     file, winner = tmp_path / "out.json", tmp_path / "net.gw"

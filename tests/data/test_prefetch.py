@@ -579,6 +579,7 @@ def test_without_a_gpu_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(gw.prefetch([], depth=4)) == "<Prefetcher of list for cpu, 4 ahead>"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeding_ctrl_c")
 def test_ctrl_c_ends_the_loop_and_the_process() -> None:
     program = """

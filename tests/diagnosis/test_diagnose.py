@@ -254,6 +254,7 @@ class Trusts(nn.Module):
         return trusting(x * 2) + 1  # the trust
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_what_ends_the_process_is_found_in_a_child() -> None:
     x = torch.ones(4)

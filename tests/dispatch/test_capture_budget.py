@@ -619,6 +619,7 @@ def test_values_of_any_kind_come_to_an_end(device: torch.device, call: Any) -> N
     assert len(graphed._quick) <= 1 + MOST
 
 
+@pytest.mark.slow
 def test_graphs_that_the_pool_evicts_come_to_an_end(device: torch.device) -> None:
     model = Net().to(device).eval()
     whole = gw.graph(model)

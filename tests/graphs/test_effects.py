@@ -578,3 +578,17 @@ def test_what_another_kind_of_call_left_is_removed(device: torch.device) -> None
     for how in ("set", "forget", "set", "forget", "get", "set", "get", "forget", "get") * 3:
         assert torch.equal(graphed(x, how), plain(x, how))
         assert model.items.keys() == plain.items.keys()
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_a_container_that_holds_itself_is_eager_s_or_refused(kind: type) -> None:
+    held: Any = kind()
+    held.append(held) if kind is list else held.update(me=held)
+    x = torch.randn(3)
+    for options in ({}, {"buckets": gw.Buckets(batch=[4])}):
+        graphed = gw.graph(lambda x, held: x * len(held), **options)
+        for _ in range(3):
+            assert torch.equal(graphed(x, held), x)
+    for maker in (gw.fuse, gw.tune):
+        with pytest.raises(gw.SignatureError, match="holds itself"):
+            maker(nn.Identity().eval(), (x, held))

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.calls import signature, watch
+from graphwright.calls import leaves, signature, watch
 from graphwright.dispatch import graphed_callable
 from graphwright.dispatch.graphed_callable import GraphedCallable
 from graphwright.graphs import capture as capture_module
@@ -163,7 +163,7 @@ def overlaps_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def aliases_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature, "_shared", lambda leaves: ())
+    patch.setattr(signature, "shared", lambda leaves: ())
 
 
 def inputs_are_not_copied(patch: pytest.MonkeyPatch) -> None:
@@ -572,8 +572,9 @@ def a_weight_turned_at_its_address_is_noticed(device: torch.device) -> None:
 
 
 def numpy_is_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature, "_overlapping", lambda tensors: False)
-    patch.setattr(signature, "_shared", lambda leaves: ())
+    patch.setattr(signature, "overlapping", lambda tensors: False)
+    patch.setattr(leaves, "_meet", lambda ranges: False)
+    patch.setattr(signature, "shared", lambda leaves: ())
 
 
 @hazard(6, numpy_is_not_seen, only="cpu")

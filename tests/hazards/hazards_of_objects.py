@@ -15,7 +15,7 @@ from hazards import any_call_fits, hazard, rand, refused, results_are_copies, sa
 from torch import nn
 
 import graphwright as gw
-from graphwright.calls import objects
+from graphwright.calls import objects, split
 from graphwright.dispatch import carried_state
 from graphwright.graphs import captured_call, effects, static_tensors, warmup
 
@@ -66,14 +66,16 @@ def objects_stay_static(patch: pytest.MonkeyPatch) -> None:
 
 def objects_are_those_of_the_first_call(patch: pytest.MonkeyPatch) -> None:
     first: list[Any] = []
-    found = captured_call.objects_of
+    found = split.Pattern.split
 
-    def once(args: Any, kwargs: Any) -> Any:
-        if any(isinstance(each, Cache) for each in args) and len(first) < 2:
-            first.append(found(args, kwargs))  # The first is of the sample.
-        return first[-1] if first else found(args, kwargs)
+    def once(self: split.Pattern, args: Any, kwargs: Any) -> split.Split | None:
+        made = found(self, args, kwargs)
+        if made is None or not any(isinstance(each, Cache) for each in made.objects):
+            return made
+        first.append(made.objects)
+        return split.Split(made.leaves, first[0])
 
-    patch.setattr(captured_call, "objects_of", once)
+    patch.setattr(split.Pattern, "split", once)
 
 
 def captures_run_on_the_callers_objects(patch: pytest.MonkeyPatch) -> None:
@@ -89,7 +91,8 @@ def captures_run_on_the_callers_objects(patch: pytest.MonkeyPatch) -> None:
 
 
 def places_are_told_apart(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(objects, "_matters", lambda value: False)
+    for module in (objects, split):
+        patch.setattr(module, "matters", lambda value: False)
 
 
 def threads_share_what_they_build_with(patch: pytest.MonkeyPatch) -> None:

@@ -262,6 +262,7 @@ def test_forward_mode_is_refused() -> None:
             made.scale_(dual, 2.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_vmap_calls_it_for_each() -> None:
     made = demo("no_gradient", backward=None, setup_context=None, samples=[(X, X, 2.0)])
@@ -579,14 +580,8 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-# The compiler's stage: the quickest. The others are of the schema and of the first call.
-QUICK = {"a syntax error"}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "case", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BAD]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BAD)
 def test_bad_sources_have_errors_of_their_own(case: str) -> None:
     options, said = BAD[case]
     with pytest.raises(gw.ExtensionError) as raised:

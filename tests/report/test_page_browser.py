@@ -104,7 +104,10 @@ def texts(page: playwright.Page, column: int) -> list[str]:
     [(PHONE, "light"), (PHONE, "dark"), (DESK, "dark")],
     ids=["phone", "phone in the dark", "desk in the dark"],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow) if k in ("training", "tunes") else k for k in KINDS],
+)
 def test_pages_render_without_network_and_without_sideways_scroll(
     kind: str,
     size: tuple[int, int],

@@ -122,7 +122,7 @@ def test_tensors_without_rows_are_shared_only_by_requests_that_agree() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) -> None:
     model = made()
     with choosing("torchscript"):

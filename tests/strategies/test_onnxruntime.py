@@ -588,6 +588,7 @@ class Resized(nn.Module):
         return nn.functional.interpolate(x.t()[None], scale_factor=0.7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "buckets"),
     [(Rounded(), [8, 16, 32]), (Resized(), [10, 50, 100])],

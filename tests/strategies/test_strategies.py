@@ -289,6 +289,7 @@ def test_frozen_weights_stay_with_the_candidate(discard: bool) -> None:
         torch.testing.assert_close(torch.compile(model, dynamic=False)(x), expected)
 
 
+@pytest.mark.slow
 def test_probes_leave_the_random_state_alone(device: torch.device) -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()

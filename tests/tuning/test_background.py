@@ -286,7 +286,13 @@ def test_a_model_that_draws_or_counts_is_left_alone(scratch: Path) -> None:
     assert "draws random numbers" in "".join(report.notes)
 
 
-@pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(pytest.param(e, marks=pytest.mark.slow) for e in ("", "os._exit(0)")),
+        "os.kill(os.getpid(), 9)",
+    ],
+)
 def test_the_process_may_end_in_the_middle_of_a_search(tmp_path: Path, end: str) -> None:
     text = f"""
         import os, sys, time, torch

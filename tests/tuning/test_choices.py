@@ -375,7 +375,10 @@ assert {file.suffix for file in folder().iterdir()} == {".json", ".tmp"}
 """
 
 
-@pytest.mark.parametrize("script", [SHARING, KILLED], ids=["shared", "killed"])
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(SHARING, marks=pytest.mark.slow, id="shared"), pytest.param(KILLED, id="killed")],
+)
 def test_entry_is_whole_whoever_writes_it(script: str) -> None:
     command = [sys.executable, "-c", SETUP + script]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -153,6 +153,7 @@ def test_what_goes_wrong_in_a_fresh_process_is_a_row(monkeypatch: pytest.MonkeyP
     assert report.chosen == "eager"
 
 
+@pytest.mark.slow
 def test_an_artifact_that_answers_wrongly_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = evidence.write
 
@@ -173,6 +174,7 @@ def test_an_artifact_that_answers_wrongly_is_a_row(monkeypatch: pytest.MonkeyPat
     assert report.chosen == "eager"
 
 
+@pytest.mark.slow
 def test_without_a_pickled_model_what_was_saved_is_timed_still() -> None:
     model = Rows().eval()
     model.lock = threading.Lock()

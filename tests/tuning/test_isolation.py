@@ -56,6 +56,7 @@ def tune(strategies: list[Any], device: torch.device | str = "cpu", **options: A
     return gw.tune(model, (x,), strategies=strategies, **options).report
 
 
+@pytest.mark.slow
 def test_each_planted_harm_gets_its_status_and_the_run_goes_on(
     device: torch.device, before: set[int]
 ) -> None:
@@ -267,9 +268,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["script", pytest.param("module that nobody else finds", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["script", "module that nobody else finds"])
 def test_dynamo_finds_the_globals_of_a_script(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text = GLOBALS
@@ -307,6 +307,7 @@ def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
     assert len((tmp_path / "imports").read_text()) <= 4
 
 
+@pytest.mark.slow
 def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> None:
     beats, calls = tmp_path / "beats", tmp_path / "calls"
     strategies = [
@@ -361,6 +362,7 @@ def test_a_model_that_cannot_be_pickled_is_tuned_here_with_a_note() -> None:
     assert any("in this process" in note and "pickle" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_another_one_elsewhere_is_tuned_here_with_a_note() -> None:
     here = os.getpid()
 
@@ -379,6 +381,7 @@ def test_a_model_that_is_another_one_elsewhere_is_tuned_here_with_a_note() -> No
     assert any("in this process" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_a_strategy_that_cannot_be_pickled_is_tried_here_with_a_note() -> None:
     lock = threading.Lock()
 
@@ -401,6 +404,7 @@ def test_a_strategy_that_cannot_be_pickled_is_tried_here_with_a_note() -> None:
     assert any("in this process" in note for note in report.notes)
 
 
+@pytest.mark.slow
 def test_a_candidate_that_works_only_elsewhere_is_not_chosen() -> None:
     report = tune([Planted("away", planted.OnlyElsewhere(os.getpid()))])
     row = report.row("away")
@@ -410,6 +414,7 @@ def test_a_candidate_that_works_only_elsewhere_is_not_chosen() -> None:
     assert report.chosen == "eager"
 
 
+@pytest.mark.slow
 def test_settings_are_the_caller_s(tmp_path: Path) -> None:
     file = tmp_path / "settings"
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -462,7 +467,13 @@ gw.tune(Small().eval(), (x,), strategies=[Planted("spawn", planted.Spawns({file!
 
 
 @pytest.mark.usefixtures("heeding_ctrl_c")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum",
+    [
+        signal.SIGINT,
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (signal.SIGKILL, signal.SIGTERM)),
+    ],
+)
 def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> None:
     file = tmp_path / "pids"
     path = [str(Path(gw.__file__).parent.parent), str(Path(planted.__file__).parent)]

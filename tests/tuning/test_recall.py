@@ -47,6 +47,7 @@ def test_the_second_run_recalls_the_choice_and_what_was_measured(
     assert second.calls == {"tuned": 1}
 
 
+@pytest.mark.slow
 def test_other_weights_are_no_other_model_but_another_width_or_input_is() -> None:
     x = torch.randn(4, 16)
     gw.tune(Small().eval(), (x,), strategies=NAMES)
@@ -60,6 +61,7 @@ def test_other_weights_are_no_other_model_but_another_width_or_input_is() -> Non
     assert len(entries()) == 5
 
 
+@pytest.mark.slow
 def test_nothing_is_remembered_where_that_is_not_wanted() -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     gw.tune(model, (x,), strategies=NAMES, remember=False)
@@ -115,6 +117,7 @@ def test_a_choice_that_was_verified_with_less_is_no_choice_for_what_can_be_verif
     assert gw.tune(Masked().eval(), (x, ones), strategies=NAMES).report.recalled
 
 
+@pytest.mark.slow
 def test_a_broken_entry_is_ignored_with_a_warning() -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     gw.tune(model, (x,), strategies=NAMES)

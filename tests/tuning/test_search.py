@@ -322,6 +322,7 @@ def test_a_default_budget_grows_with_what_compilers_need() -> None:
     assert budget(1.0, exclude=inductors) == 60.0
 
 
+@pytest.mark.slow
 def test_a_row_says_that_there_was_no_time_to_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     from graphwright.strategies import registry
     from graphwright.tuning import request, tuner
@@ -359,6 +360,7 @@ def test_a_row_does_not_name_a_set_up_that_takes_no_time(monkeypatch: pytest.Mon
     assert row.reason == "the budget of 2 s left no time to measure it"
 
 
+@pytest.mark.slow
 def test_the_host_needs_no_more_than_the_call(device: torch.device) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device).eval()
     x = torch.randn(2048, 256, device=device)

@@ -34,7 +34,7 @@ def quick_below(rows: int) -> Callable[[nn.Module], Callable[..., Any]]:
 SAMPLES = [(torch.randn(2, 16),), (torch.randn(8, 16),)]
 
 
-@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_sample_is_measured_and_answered_by_the_choice(isolate: bool) -> None:
     model = Roundabout().eval()
     strategies = [Planted("quick", directly)]

@@ -473,6 +473,7 @@ def test_a_way_that_ends_its_process_is_a_row_of_the_others(
     assert found["ways"]["reduce-overhead"] == failed
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_training_runs_and_writes_what_the_tables_are_made_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -62,8 +62,7 @@ TRIED = [case for case in CASES if not case.refused and case.model not in ALIKE]
 LINED = [case for case in TRIED if case.model in {*LENGTH_EXACT, *LENGTH_TOO}]
 
 
-# What everything goes through in a quick run: an encoder, decoders, both, a CNN, transformers of
-# images.
+# What everything goes through in a quick run: an encoder, decoders, a CNN, what mixes positions.
 QUICK = {
     "BertModel",
     "ConvNextModel",
@@ -72,8 +71,6 @@ QUICK = {
     "LlamaForCausalLM",
     "ModernBertModel",
     "ResNetModel",
-    "SiglipModel",
-    "T5ForConditionalGeneration",
 }
 
 

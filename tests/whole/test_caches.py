@@ -222,6 +222,7 @@ def test_a_prompt_is_padded_and_the_cache_that_it_makes_is_cut() -> None:
     assert (now.hits, now.padded, dict(now.eager)) == (5, 2, {}), graphed.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_tune_takes_steps_with_caches_of_several_lengths(tmp_path: Path) -> None:
     model = generative.build("Qwen2ForCausalLM")

@@ -65,6 +65,7 @@ class _Page(HTMLParser):
             self.found.append(str(given[loads[tag]]))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="the site is built where scripts/docs has run")

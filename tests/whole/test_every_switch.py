@@ -358,6 +358,7 @@ print(json.dumps(wrong))
 """
 
 
+@pytest.mark.slow
 def test_each_value_is_repeated_in_another_process() -> None:
     lines = []
     for name in COMPARED:

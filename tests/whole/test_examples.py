@@ -97,6 +97,7 @@ def test_the_sentences_differ_in_length() -> None:
     assert set(mask.unique().tolist()) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_digits_are_learnt_by_a_graphed_step(capsys: pytest.CaptureFixture[str]) -> None:

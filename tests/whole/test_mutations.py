@@ -171,7 +171,7 @@ def test_a_mutant_is_seen_and_one_that_nobody_sees_is_told(
 ) -> None:
     rows = [{"outcome": "survived"}, {"outcome": "survived"}, {"outcome": "red"}]
     monkeypatch.setattr(mutate, "_in_processes", lambda work, jobs: rows[: len(work)])
-    name = "calls/signature.py:_matches | value.dtype is dtype"
+    name = "calls/leaves.py:matches | value.dtype is dtype"
     monkeypatch.setattr(mutate, "mutations", lambda: [e for e in ALL if e.name == name])
     assert mutate.main([name]) == 1
     rows[1] = {"outcome": "red"}
@@ -183,7 +183,7 @@ def test_a_mutant_is_seen_and_one_that_nobody_sees_is_told(
 @pytest.mark.slow
 def test_a_rule_that_is_deleted_turns_its_test_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # Its processes import it by its name.
-    name = "calls/signature.py:_matches | value.dtype is dtype"
+    name = "calls/leaves.py:matches | value.dtype is dtype"
     found = next(each for each in ALL if each.name == name)
     other = found.test.partition("::")[0] + "::test_a_difference_that_nobody_wrote"
     for test, outcome in ((found.test, "red"), (other, "there is no such test")):

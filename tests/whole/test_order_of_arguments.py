@@ -284,7 +284,16 @@ def test_a_callable_sees_the_caller_s_order(
     compared(part, observer, 0, 3, device, tmp_path)
 
 
-@pytest.mark.parametrize("observer", ["any keywords", "a hook with keywords", "an object"])
+@pytest.mark.parametrize(
+    "observer",
+    [
+        "an object",
+        *(
+            pytest.param(o, marks=pytest.mark.slow)
+            for o in ("any keywords", "a hook with keywords")
+        ),
+    ],
+)
 @pytest.mark.parametrize("part", SLOW)
 def test_what_is_tuned_sees_the_caller_s_order(
     part: str, observer: str, device: torch.device, tmp_path: Path

@@ -494,7 +494,7 @@ class _Loading:
         self.report.notes += [f"Loaded from {self.file.name}: {note}." for note in self.notes]
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
-        signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
+        signatures = [CallSignature.of(call.args, call.kwargs, lasts=True) for call in calls]
         tuned = assemble(
             self.module,
             self.report,

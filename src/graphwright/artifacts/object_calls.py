@@ -18,9 +18,10 @@ from torch.utils import _pytree as pytree
 
 from ..calls.serialization import TreeTemplate, packed, unpacked
 from ..calls.signature import CallSignature
+from ..calls.split import objects_of
 from ..errors import ArtifactError
 from ..evaluation.reference import Sample
-from ..graphs.effects import Change, Outcome, objects_of
+from ..graphs.effects import Change, Outcome
 from ..graphs.taken_apart import ApartCall
 from .tuned_module import Apart
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.signature import Args, CallSignature, Kwargs, are_plain, flatten, quick_key, unflatten
+from ..calls.leaves import are_plain
+from ..calls.signature import CallSignature, quick_key
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..calls.watch import HELD, ModuleWatch
 from ..errors import GraphwrightError, first_line, in_a_row
 from ..shapes.padding import PaddingPlan, Sizes, Value

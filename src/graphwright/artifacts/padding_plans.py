@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..calls.signature import flatten
+from ..calls.split import flatten
 from ..errors import ArtifactError
 from ..evaluation.reference import Sample
 from ..shapes.padding import Cut, Factors, Geometry, PaddingPlan

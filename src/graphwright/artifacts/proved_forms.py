@@ -25,11 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..calls.leaves import describe
 from ..calls.modes import compilers_off
 from ..calls.objects import layout_of
 from ..calls.operations import HOST_READS, tensors
-from ..calls.signature import Args, CallSignature, Kwargs, RangedSignature, describe
+from ..calls.signature import CallSignature, RangedSignature
 from ..calls.snapshots import same_bits
+from ..calls.split import Args, Kwargs
 from ..calls.threads import others_run
 from ..graphs.conditions import as_captured, autocast_cache_apart, for_inference, pretend_capturing
 from ..graphs.journal import Journal

@@ -21,16 +21,8 @@ from ..calls.modules import ModuleProxy, any_in_training, in_training
 from ..calls.objects import detached
 from ..calls.plurals import counted
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    Range,
-    RangedSignature,
-    inside_transform,
-    quick_key,
-    tensors_of,
-)
+from ..calls.signature import CallSignature, Range, RangedSignature, inside_transform, quick_key
+from ..calls.split import Args, Kwargs, tensors_of
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
@@ -732,7 +724,7 @@ def put_together(module: nn.Module, apart: Apart) -> TunedModule:
     table: list[Entry] = []
     by_key: dict[Any, list[Entry]] = {}
     for number, (call, made) in enumerate(zip(apart.calls, apart.made, strict=True)):
-        answer = with_objects(choice.table[number][1], made, kind_of(number, count))
+        answer = with_objects(choice.table[number][1], call.signature, made, kind_of(number, count))
         if eager:
             answer = eager_without_grad(module, choice.same_under_no_grad)
         table.append((call.signature, answer))

@@ -20,7 +20,7 @@ from torch.nn.modules import module as nn_module
 
 from .dependencies import BACKWARD_HOOKS, FORWARD_HOOKS, GLOBAL_HOOKS, Called
 from .introspection import StandIn
-from .signature import Args, Kwargs
+from .split import Args, Kwargs
 
 # How a call passes its arguments: how many by position, and the names of the others in order.
 Form = tuple[int, tuple[str, ...]]

@@ -47,7 +47,7 @@ from .code import (
 from .host_generators import draws
 from .introspection import StandIn
 from .iterators import is_opaque_iterator
-from .signature import SCALARS, describe, without_memory
+from .leaves import SCALARS, describe, without_memory
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

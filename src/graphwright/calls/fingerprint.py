@@ -31,8 +31,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .binding import in_one_order
+from .leaves import SCALARS
 from .modules import in_training
-from .signature import SCALARS, Args, CallSignature, Kwargs, argument_names, flatten
+from .signature import CallSignature
+from .split import Args, Kwargs, argument_names, flatten
 from .switches import read
 
 # Levels of containers and objects that are described, and entries of one container.

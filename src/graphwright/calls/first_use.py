@@ -13,9 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
+from .leaves import dispatches
 from .modes import OperationMode
 from .operations import leaves
-from .signature import dispatches
 
 # Operations of these work on their arguments alone; another one may know of other memory.
 _NAMESPACES = frozenset(("aten", "prim", "prims", "mkldnn", "onednn", "graphwright"))

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .signature import without_memory
+from .leaves import without_memory
 
 # How far to go up, and how many objects to look at.
 _MAX_STEPS = 16

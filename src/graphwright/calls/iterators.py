@@ -32,7 +32,7 @@ from torch import nn
 
 from ..errors import CaptureError, warn_once
 from .host_generators import Reached
-from .signature import SCALARS
+from .leaves import SCALARS
 from .threads import others_run
 
 # What takes the items of an iterator that it is given.

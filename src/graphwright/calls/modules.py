@@ -18,7 +18,7 @@ from .dependencies import Called, Dependencies
 from .introspection import StandIn, attribute_of, describe_as, may_be_looked_up, signature_of
 from .methods import Methods
 from .modes import opaque
-from .signature import Args, Kwargs
+from .split import Args, Kwargs
 
 # What torch.compile keeps on the module that it returns. A proxy must not show it: another
 # torch.compile would take the proxy for compiled, or refuse it.

@@ -561,7 +561,7 @@ class _Walk:
                 remedy="Leave the reference out of what is passed and returned.",
             )
         self._places[identity] = self._places.get(identity, 0) + 1
-        if self._places[identity] > 1 and _matters(value):
+        if self._places[identity] > 1 and matters(value):
             return
         self._alive.append(value)
         if len(self._alive) > _MOST or len(path) > _DEEPEST:
@@ -578,7 +578,7 @@ class _Walk:
 
     def shares(self) -> bool:
         """Whether anything that a call may change has several places."""
-        return any(self._places[id(each)] > 1 for each in self._alive if _matters(each))
+        return any(self._places[id(each)] > 1 for each in self._alive if matters(each))
 
     def convert(self, value: Any) -> Any:
         """A tree that was counted, with nodes in the place of objects."""
@@ -594,7 +594,7 @@ class _Walk:
             return Again([], self._numbers[id(value)])
         made = self._convert_inside(value) if constant is None else constant
         places = self._places.get(id(value), 1)
-        if places == 1 or not _matters(value):
+        if places == 1 or not matters(value):
             return made
         number = self._numbers[id(value)] = len(self._numbers)
         return Shared([made], (number, places))
@@ -621,6 +621,20 @@ def changeable(tree: Any) -> list[Any]:
     return walk.changeable
 
 
+def reached(tree: Any) -> list[Any]:
+    """What containers and objects hold that is neither, also where one of them holds itself."""
+    found, waiting, seen = [], [tree], set()
+    while waiting:
+        each = waiting.pop()
+        parts = None if type(each) in PLAIN_TYPES else _parts_of(each)
+        if parts is None:
+            found.append(each)
+        elif id(each) not in seen:
+            seen.add(id(each))
+            waiting += [part for _, part in parts]
+    return found
+
+
 def is_container(value: Any) -> bool:
     """Whether PyTorch's trees look into a value."""
     children, _ = one_level(value)
@@ -629,9 +643,10 @@ def is_container(value: Any) -> bool:
 
 def one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """What a container holds, and how it is built again."""
-    # PyTorch keeps what this refers to in a cycle, until garbage is collected.
-    identity = id(value)
-    return pytree.tree_flatten(value, is_leaf=lambda each: id(each) != identity)
+    # Only what is asked first is no leaf, since a list may hold itself. PyTorch keeps what this
+    # refers to in a cycle, until garbage is collected: not the value.
+    asked = iter((False,))
+    return pytree.tree_flatten(value, is_leaf=lambda each: next(asked, True))
 
 
 def _parts_of(value: Any) -> list[tuple[str, Any]] | None:
@@ -681,7 +696,7 @@ def _is_changeable(value: Any) -> bool:
     return type(value) is set or is_container(value) or layout_of(type(value)) is not None
 
 
-def _matters(value: Any) -> bool:
+def matters(value: Any) -> bool:
     """Whether it matters that two places hold the same object: not for a tuple of plain values."""
     if isinstance(value, tuple):
         return any(type(each) not in PLAIN_TYPES for each in value)

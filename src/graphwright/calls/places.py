@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import SignatureError
 from .counters import Counter, Misused, added
+from .leaves import describe
 from .objects import apart
-from .signature import describe
 
 MISSING: Any = object()
 

@@ -1,4 +1,4 @@
-"""Call signatures: flatten a call, describe it, and say how two calls differ.
+"""Call signatures: describe a call, and say how two calls differ.
 
 What was built for one call must never answer another one silently. `CallSignature` describes the
 arguments and the global switches that change what a call computes; `watch.ModuleWatch` what a
@@ -9,320 +9,50 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import struct
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import OptionError, SignatureError, in_a_row
-from .objects import apart, build, every_class_in, has_nodes, has_objects
+from .leaves import (
+    describe,
+    fitting,
+    guard_of,
+    in_words,
+    matches,
+    overlapping,
+    shared,
+    value_of,
+    with_value,
+)
+from .objects import every_class_in, has_nodes
 from .options import shown
+from .split import (
+    Args,
+    Kwargs,
+    MixedArguments,
+    Pattern,
+    Split,
+    argument_names,
+    flatten,
+    in_order_of,
+    objects_of,
+    unflatten,
+)
 from .switches import CALL_NAMES, CUDA, autocast, lasting_switches
 
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 # A call as users write it down: positional arguments, keyword arguments, or a pair of both.
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _QUICK_VALUES = frozenset((bool, int, float, str, type(None)))
-# For checks at each call: module-level names are found faster than attributes.
-_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
-_STRIDED = torch.strided
-_is_functional = torch._is_functional_tensor
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_NO_FUNCTION = torch._C._disabled_torch_function_impl
-_EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-# By name, so that none has to be imported.
-_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
 # Arguments that differ from those of a known call, beyond which the others are counted.
 _MOST_NAMED = 6
-
-
-def flatten(
-    args: Args, kwargs: Kwargs, *, objects: bool = False
-) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flatten a call into its leaves and the tree that puts them back together.
-
-    Keyword arguments keep the caller's order, which a callable that takes any of them sees. For one
-    that cannot see it, `binding.in_one_order` makes f(a=1, b=2) and f(b=2, a=1) the same call.
-
-    Args:
-        args: of the call.
-        kwargs: likewise.
-        objects: whether objects are taken apart; else they are leaves.
-
-    Raises:
-        SignatureError: an object holds itself.
-    """
-    tree = (tuple(args), dict(kwargs))
-    # Without objects and containers, there is nothing to take apart.
-    if objects and has_objects((*args, *kwargs.values())):
-        tree = apart(tree)
-    return pytree.tree_flatten(tree)
-
-
-def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Args, dict[str, Any]]:
-    """Inverse of `flatten`."""
-    args, kwargs = build(leaves, spec)
-    return args, kwargs
-
-
-def leaf_names(tree: Any, root: str) -> list[str]:
-    """A readable name for each leaf of a tree, for example `output['logits'][0]`."""
-    try:
-        paths, _ = pytree.tree_flatten_with_path(tree)
-    except ValueError:  # A node type was registered without names for its children.
-        return [f"{root}.{index}" for index in range(len(pytree.tree_leaves(tree)))]
-    return [root + pytree.keystr(path) for path, _ in paths]
-
-
-def argument_names(args: Args, kwargs: Kwargs, *, objects: bool = False) -> list[str]:
-    """Names of a call's leaves, as `flatten` gives them: positional by index, keywords by name."""
-    taken = apart if objects else _as_it_is
-    names = leaf_names(taken(tuple(args)), "args")
-    for key, value in kwargs.items():
-        names += leaf_names(taken(value), key)
-    return names
-
-
-def _as_it_is(tree: Any) -> Any:
-    return tree
-
-
-def container_changes(before: Sequence[str], after: Sequence[str]) -> str:
-    """What a call did to the containers among its arguments; empty if the names are the same.
-
-    Args:
-        before: names of the arguments' leaves.
-        after: the same after the call.
-    """
-    added = [name for name in after if name not in before]
-    removed = [name for name in before if name not in after]
-    changes = [("adds", added), ("removes", removed)]
-    return " and ".join(f"{verb} {', '.join(names)}" for verb, names in changes if names)
-
-
-def require_grad(args: Args, kwargs: Kwargs) -> bool:
-    """Whether any tensor among the arguments requires grad."""
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                return True
-        elif type(value) not in _QUICK_VALUES and any(t.requires_grad for t in tensors_of(value)):
-            return True
-    return False
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors in a tree, also inside of objects."""
-    leaves = pytree.tree_leaves(tree)
-    if has_objects(leaves):
-        with contextlib.suppress(SignatureError):  # One holds itself.
-            leaves = pytree.tree_leaves(apart(tree))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
-    """A hashable description of one leaf: everything that must match for a call to be the same.
-
-    Tensors are described by shape, dtype, stride, device and requires_grad; other values by type
-    and bit pattern, since 1, 1.0, True and -0.0 differ.
-
-    Raises:
-        SignatureError: the leaf is neither a tensor nor a plain value.
-    """
-    if isinstance(leaf, torch.Tensor):
-        if not _is_plain(leaf):
-            raise SignatureError(
-                f"{name} is {_unusual_kind(leaf)}; only plain dense tensors are supported.",
-                remedy="Pass it as its dense parts, or convert it inside the model.",
-            )
-        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
-    if isinstance(leaf, float):
-        return (type(leaf), struct.pack("<d", leaf))
-    if isinstance(leaf, complex):
-        return (type(leaf), struct.pack("<dd", leaf.real, leaf.imag))
-    if isinstance(leaf, SCALARS):
-        return (type(leaf), leaf)
-    _refuse_numpy(leaf, name)
-    raise SignatureError(
-        f"{name} is an object of type {type(leaf).__qualname__}, which graphwright cannot look "
-        "into: tensors inside it would go unseen.",
-        remedy="Pass tensors, plain values, and tuples, lists or dictionaries of them, or "
-        "register the type with torch.utils._pytree.register_pytree_node.",
-    )
-
-
-def _refuse_numpy(leaf: Any, name: str) -> None:
-    """Refuse an array or a scalar of NumPy's, with what to pass instead.
-
-    Raises:
-        SignatureError: it is one.
-    """
-    numpy = sys.modules.get("numpy")  # Nobody has one without it.
-    if numpy is None or not isinstance(leaf, (numpy.ndarray, numpy.generic)):
-        return
-    if isinstance(leaf, numpy.ndarray):
-        raise SignatureError(
-            f"{name} is a NumPy array, and no graph would see its values change.",
-            remedy=f"Pass a tensor: torch.from_numpy({name}).",
-        )
-    plain = {"b": "bool", "i": "int", "u": "int", "f": "float", "c": "complex"}.get(leaf.dtype.kind)
-    raise SignatureError(
-        f"{name} is a NumPy scalar of type {type(leaf).__name__}.",
-        remedy=f"Pass {plain}({name}), or a tensor if it changes from call to call."
-        if plain is not None
-        else f"Pass a plain value: {name}.item().",
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor of PyTorch's own class whose bits are its values."""
-    return (
-        type(value) in _PLAIN_TYPES
-        and value.layout is torch.strided
-        and not (_is_wrapped(value) or _is_functional(value))
-        and not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
-        and not value._is_zerotensor()
-        and not _was_freed(value)
-    )
-
-
-def _was_freed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor with elements has no memory any more, as where FSDP has freed it."""
-    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-        return False
-    return tensor.untyped_storage().nbytes() == 0
-
-
-def _unusual_kind(tensor: torch.Tensor) -> str:
-    """What kind of tensor it is that is not plain, in words."""
-    nothing = without_memory(tensor)
-    if nothing is not None:
-        return nothing
-    if type(tensor) not in _PLAIN_TYPES:
-        return f"a {type(tensor).__qualname__}, a subclass of Tensor"
-    if tensor.is_nested:
-        return "a nested tensor"
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return f"a {tensor.layout} tensor" if not tensor.is_quantized else "a quantized tensor"
-    return "a lazily conjugated or negated tensor (see torch.resolve_conj, torch.resolve_neg)"
-
-
-def dispatches(tensor: torch.Tensor) -> bool:
-    """Whether its class runs PyTorch's operations in its own way (`__torch_dispatch__`)."""
-    cls = type(tensor)
-    return cls not in _PLAIN_TYPES and cls.__torch_dispatch__ is not _NO_DISPATCH
-
-
-def without_memory(tensor: torch.Tensor) -> str | None:
-    """What kind of tensor it is, in words, if it has no values in its own memory; else None.
-
-    Reading the address or bytes of such a tensor raises whatever PyTorch raises.
-    """
-    if nn.parameter.is_lazy(tensor):
-        return f"an {type(tensor).__qualname__}, of a lazy module before its first call"
-    if _is_wrapped(tensor):
-        return "a tensor of a torch.func transform (vmap, grad, jvp)"
-    if _is_functional(tensor):
-        return "a functional tensor (torch.func.functionalize)"
-    if dispatches(tensor):
-        return f"a {type(tensor).__qualname__}, a subclass of Tensor"
-    if tensor._is_zerotensor():
-        return "a tensor of zeros without memory"
-    if _was_freed(tensor):
-        return "a tensor whose memory was freed"
-    return None
-
-
-def unusual_weight(module: nn.Module) -> tuple[str, str] | None:
-    """Name and kind of the first weight that is no plain dense tensor; None if all are plain."""
-    for name, tensor in _weights(module):
-        lazy = nn.parameter.is_lazy(tensor)
-        if lazy or tensor.is_meta or not (_is_plain(tensor) or _is_only_conjugated(tensor)):
-            meta = tensor.is_meta and without_memory(tensor) is None
-            return name, "a meta tensor, without values" if meta else _unusual_kind(tensor)
-    return None
-
-
-def sharded_module(module: nn.Module) -> tuple[str, str] | None:
-    """Name and class of a module that shards its weights; None if there is none.
-
-    The memory of such weights is freed between calls, and a graph would read it.
-    """
-    for path, child in module.named_modules():
-        for kind in type(child).__mro__:
-            if kind.__name__ in _SHARDING and kind.__module__.startswith("torch."):
-                return path, kind.__name__
-    return None
-
-
-def refuse_weights(module: nn.Module, *, subclasses: bool = False) -> None:
-    """Refuse a module with weights that no graph can hold.
-
-    A tensor subclass that overrides PyTorch's functions may delegate the work to plain tensors, as
-    torchao's quantised weights do. It is accepted, unless `subclasses` is set.
-
-    Args:
-        module: the module.
-        subclasses: refuse such subclasses too: the values of weights are copied and compared.
-
-    Raises:
-        SignatureError: a parameter, buffer or attribute is such a tensor, or FSDP shards weights.
-    """
-    sharded = sharded_module(module)
-    if sharded is not None:
-        raise SignatureError(
-            f"{sharded[0] or 'The model'} is an {sharded[1]}: the memory of its weights comes and "
-            "goes around each call, and a graph reads where it was.",
-            remedy="Use the plain module on one device.",
-        )
-    for name, tensor in _weights(module):
-        kind = without_memory(tensor)
-        if kind is None and tensor.is_meta:
-            kind = "a meta tensor, without values"
-        if kind is None or (dispatches(tensor) and _answers_functions(tensor) and not subclasses):
-            continue
-        raise SignatureError(
-            f"The weight {name} is {kind}, which a graph cannot hold.",
-            remedy="Run the model once before."
-            if nn.parameter.is_lazy(tensor)
-            else "Use dense tensors of PyTorch's own class as weights.",
-        )
-
-
-def _answers_functions(tensor: torch.Tensor) -> bool:
-    """Whether its class has a `__torch_function__` of its own."""
-    own = type(tensor).__torch_function__
-    return own is not _NO_FUNCTION and getattr(own, "__func__", own) is not _EVERY_FUNCTION
-
-
-def _is_only_conjugated(tensor: torch.Tensor) -> bool:
-    return (tensor.is_conj() or tensor.is_neg()) and _is_plain(tensor.resolve_conj().resolve_neg())
-
-
-def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, buffers and attributes that are tensors, by name."""
-    for path, child in module.named_modules():
-        # A ScriptModule has no plain dictionaries.
-        for held in ("_parameters", "_buffers"):
-            for name, value in getattr(child, held).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{path}.{name}" if path else name, value
-        for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{path}.{name}" if path else name, value
 
 
 class _AttentionKernels:
@@ -357,60 +87,6 @@ def has_function_mode() -> bool:
 
 
 @dataclass(frozen=True)
-class MixedArguments:
-    """Arguments that are tensors and plain values, without containers.
-
-    Attributes:
-        count: how many are positional.
-        names: of the keyword arguments, in order.
-        plain: the plain values, with their positions.
-        places: positions of the tensors.
-        guard: PyTorch's own check of the tensors.
-        any_order: whether the keyword arguments may come in another order.
-    """
-
-    count: int
-    names: tuple[str, ...]
-    plain: tuple[tuple[int, Any], ...]
-    places: tuple[int, ...]
-    guard: Callable[..., bool]
-    any_order: bool
-
-    @classmethod
-    def of(cls, args: Args, kwargs: Kwargs, *, any_order: bool) -> MixedArguments | None:
-        """Describe a call; None if it has other arguments, or no tensors."""
-        values = (*args, *kwargs.values())
-        places = tuple(i for i, v in enumerate(values) if isinstance(v, torch.Tensor))
-        plain = tuple((i, v) for i, v in enumerate(values) if isinstance(v, SCALARS))
-        if not places or len(places) + len(plain) < len(values):
-            return None
-        guard = guard_of(tuple(values[i] for i in places))
-        if guard is None:
-            return None
-        return cls(len(args), tuple(kwargs), plain, places, guard, any_order)
-
-    def values(self, args: Args, kwargs: Kwargs) -> Args | None:
-        """A call's arguments as one tuple, if the plain ones are the same objects; else None."""
-        if len(args) != self.count or len(kwargs) != len(self.names):
-            return None
-        if kwargs:
-            if (*kwargs,) == self.names:  # Written out, since it is done at each call.
-                args = (*args, *kwargs.values())
-            elif (named := in_order_of(self.names, kwargs, self.any_order)) is not None:
-                args = (*args, *named)
-            else:
-                return None
-        for index, value in self.plain:
-            if args[index] is not value:
-                return None
-        return args
-
-    def tensors(self, values: Args) -> Args:
-        """The tensors among them."""
-        return tuple([values[index] for index in self.places])
-
-
-@dataclass(frozen=True)
 class CallSignature:
     """What two calls must share so that what was built for one can answer the other."""
 
@@ -428,6 +104,8 @@ class CallSignature:
     guard: Callable[..., bool] | None = field(compare=False, repr=False)
     # The same for calls that have plain values beside the tensors.
     mixed: MixedArguments | None = field(compare=False, repr=False, default=None)
+    # The same for calls with containers and objects, of a signature that lasts.
+    pattern: Pattern | None = field(compare=False, repr=False, default=None)
     # Whether objects are taken apart.
     objects: bool = field(compare=False, repr=False, default=False)
     # Whether calls with the keyword arguments in another order fit, since nobody can see it.
@@ -435,7 +113,13 @@ class CallSignature:
 
     @classmethod
     def of(
-        cls, args: Args, kwargs: Kwargs, *, objects: bool = False, any_order: bool = False
+        cls,
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        objects: bool = False,
+        any_order: bool = False,
+        lasts: bool = False,
     ) -> CallSignature:
         """Describe a call.
 
@@ -445,6 +129,7 @@ class CallSignature:
             objects: whether objects among them are taken apart, or refused.
             any_order: whether calls fit that have the keyword arguments in another order; only
                 where the callable cannot see it (`binding.sees_order`).
+            lasts: whether many calls are compared with it, which it is made ready for.
 
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
@@ -461,9 +146,9 @@ class CallSignature:
                 describe(leaf, argument_names(args, kwargs, objects=objects)[index])
                 raise
         flat = guard = None
-        aliases = _shared(leaves)
+        aliases = shared(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if len(tensors) > 1 and _overlapping(tensors):
+        if len(tensors) > 1 and overlapping(tensors):
             raise SignatureError(
                 "Two arguments share memory that belongs to something other than PyTorch.",
                 remedy="Pass copies, or views of one tensor.",
@@ -475,12 +160,23 @@ class CallSignature:
                 {name: describe(value) for name, value in kwargs.items()},
             )
             guard = guard_of(values)
-        mixed = None
+        mixed = pattern = None
         if flat is None and not aliases:
             mixed = MixedArguments.of(args, kwargs, any_order=any_order)
+            if mixed is None and lasts:
+                pattern = Pattern.of(args, kwargs, leaves, spec, any_order=any_order)
         switched = (*autocast(), *lasting_switches())
         return cls(
-            spec, tuple(described), aliases, switched, flat, guard, mixed, objects, any_order
+            spec,
+            tuple(described),
+            aliases,
+            switched,
+            flat,
+            guard,
+            mixed,
+            pattern,
+            objects,
+            any_order,
         )
 
     @functools.cached_property
@@ -497,7 +193,8 @@ class CallSignature:
     def in_any_order(self) -> CallSignature:
         """The same signature; calls with the keyword arguments in another order fit too."""
         mixed = None if self.mixed is None else replace(self.mixed, any_order=True)
-        return replace(self, mixed=mixed, any_order=True)
+        pattern = None if self.pattern is None else replace(self.pattern, any_order=True)
+        return replace(self, mixed=mixed, pattern=pattern, any_order=True)
 
     def _ordered(self, kwargs: Kwargs) -> Kwargs:
         """The keyword arguments of any call, in the order of those described if that is free."""
@@ -576,6 +273,8 @@ class CallSignature:
             row = self.mixed.values(args, kwargs)
             if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
                 return self._same_switches()
+        if self.pattern is not None and self.split(args, kwargs) is not None:
+            return True
         if inside_transform():
             return False
         if self.flat is None:
@@ -584,17 +283,47 @@ class CallSignature:
         if len(args) != len(positional) or len(kwargs) != len(named):
             return False
         for value, expected in zip(args, positional, strict=True):
-            if not _matches(value, expected):
+            if not matches(value, expected):
                 return False
         if not self.any_order and (*kwargs,) != self.names:
             return False
         for name, value in kwargs.items():
-            if name not in named or not _matches(value, named[name]):
+            if name not in named or not matches(value, named[name]):
                 return False
         values = (*args, *kwargs.values())
-        if len(values) > 1 and (_shared(values) or _overlapping(values)):
+        if len(values) > 1 and (shared(values) or overlapping(values)):
             return False
         return self._same_switches()
+
+    def taken_apart(self, args: Args, kwargs: Kwargs) -> Split:
+        """A call that is known to fit, taken apart."""
+        kwargs = self.in_order(kwargs)
+        if self.flat is not None:
+            return Split((*args, *kwargs.values()), ())  # All are tensors.
+        if self.mixed is not None:
+            values = self.mixed.values(args, kwargs)
+            if values is not None:
+                return Split(values, ())
+        if self.pattern is not None:
+            found = self.pattern.split(args, kwargs)
+            if found is not None:
+                return found
+        leaves, _ = flatten(args, kwargs, objects=self.objects)
+        return Split(leaves, objects_of(args, kwargs))
+
+    def split(self, args: Args, kwargs: Kwargs) -> Split | None:
+        """A call with containers or objects, taken apart, if it is quickly told that it fits."""
+        pattern = self.pattern
+        if pattern is None:
+            return None
+        if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
+            return None
+        found = pattern.split(args, kwargs)
+        if found is None or not fitting(pattern.guard, pattern.tensors(found.leaves)):
+            return None
+        if not self._same_switches():
+            return None
+        return found
 
     def _equals(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call's signature is this one."""
@@ -654,14 +383,14 @@ class CallSignature:
         _, named = unflatten(self.leaves, self.spec)
         pairs = zip(named.items(), kwargs.children(), strict=True)
         found = {name: leaf for (name, leaf), each in pairs if each.is_leaf()}
-        return {name: _value_of(leaf) for name, leaf in found.items() if len(leaf) == 2}
+        return {name: value_of(leaf) for name, leaf in found.items() if len(leaf) == 2}
 
     def in_short(self, width: int = 40) -> str:
         """The arguments in a few words: sizes of tensors, and plain values by their names."""
         found = [
             f"{'×'.join(map(str, each[0])) or 'scalar'} {str(each[1]).removeprefix('torch.')}"
             if len(each) == 5
-            else f"{name}={_value_of(each)!r}"
+            else f"{name}={value_of(each)!r}"
             for name, each in self.by_name().items()
         ]
         text = ", ".join(found) or "no arguments"
@@ -677,10 +406,10 @@ class CallSignature:
     def other_arguments(self, other: CallSignature, made: str) -> list[str]:
         """How the arguments of another call differ, in words."""
         mine, theirs = self.by_name(), other.by_name()
-        added = [_given(name, theirs[name]) for name in theirs if name not in mine]
+        added = [with_value(name, theirs[name]) for name in theirs if name not in mine]
         lacking = [name for name in mine if name not in theirs]
         changed = [
-            f"{name} is {_describe_in_words(theirs[name])}, {made} for {_describe_in_words(leaf)}"
+            f"{name} is {in_words(theirs[name])}, {made} for {in_words(leaf)}"
             for name, leaf in mine.items()
             if name in theirs and theirs[name] != leaf
         ]
@@ -689,7 +418,7 @@ class CallSignature:
             them = "it" if len(added) == 1 else "them"
             found.append(f"{_listed(added)}; {made} without {them}")
         if lacking:
-            was = _listed([_given(name, mine[name]) for name in lacking])
+            was = _listed([with_value(name, mine[name]) for name in lacking])
             found.append(f"no {_listed(lacking)}; {made} with {was}")
         if changed:
             found.append(_listed(changed, "; "))
@@ -709,116 +438,10 @@ class CallSignature:
         return [name for name, spec in parts[0].items() if parts[1].get(name) != spec]
 
 
-def _given(name: str, described: tuple[Any, ...]) -> str:
-    """An argument with its value, in words."""
-    if len(described) == 5:
-        shape, dtype = described[:2]
-        return f"{name}, a tensor {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-    return f"{name}={_value_of(described)!r}"
-
-
-def _value_of(described: tuple[Any, ...]) -> Any:
-    """The plain value that a description is of."""
-    cls, value = described
-    if issubclass(cls, float):
-        return struct.unpack("<d", value)[0]
-    return complex(*struct.unpack("<dd", value)) if issubclass(cls, complex) else value
-
-
 def _listed(words: Sequence[str], between: str = ", ") -> str:
     """The first of some words, and how many more there are."""
     more = len(words) - _MOST_NAMED
     return between.join(words[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def in_order_of(names: tuple[str, ...], kwargs: Kwargs, any_order: bool) -> Args | None:
-    """The values of keyword arguments of these names, in this order; None if they are others.
-
-    Args:
-        names: of the arguments.
-        kwargs: of a call.
-        any_order: whether these may come in another order.
-    """
-    if (*kwargs,) == names:
-        return (*kwargs.values(),)
-    if not any_order or len(kwargs) != len(names):
-        return None
-    try:
-        return tuple([kwargs[name] for name in names])
-    except KeyError:
-        return None
-
-
-def _matches(value: Any, expected: tuple[Any, ...]) -> bool:
-    """Whether `describe(value)` would equal a description; faster than describing it."""
-    shape, dtype, stride, device, requires_grad = expected
-    return (
-        type(value) in _PLAIN_TYPES
-        and value.layout is torch.strided
-        and not value.is_nested
-        and value.dtype is dtype
-        and value.shape == shape
-        and value.stride() == stride
-        and value.device == device
-        and value.requires_grad is requires_grad
-        and not value.is_neg()
-        and not value._is_zerotensor()
-        and not (_is_wrapped(value) or _is_functional(value))
-        and not (dtype.is_complex and value.is_conj())
-        and not _was_freed(value)
-    )
-
-
-def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """A fast check whether tensors have the same type, layout, device and so on as these.
-
-    torch.compile guards its code with it. It may reject tensors that fit, for example under another
-    autocast or inference mode.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-
-        # Its stub speaks of one tensor where it takes several.
-        sizes: Any = [list(tensor.size()) for tensor in tensors]
-        strides: Any = [list(tensor.stride()) for tensor in tensors]
-        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        check: Callable[..., bool] = guards.check
-        return check if tensors and check(*tensors) else None
-    except (ImportError, TypeError, ValueError, RuntimeError):  # It is no public interface.
-        return None
-
-
-def are_plain(values: Sequence[Any]) -> bool:
-    """Whether all values are dense tensors of PyTorch's own class."""
-    for value in values:
-        if type(value) not in _PLAIN_TYPES or value.layout is not _STRIDED or value.is_nested:
-            return False
-    return True
-
-
-def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
-    """Whether some values are plain tensors that pass a guard and share no memory."""
-    # The guard crashes the process on tensors without strides.
-    if not are_plain(values):
-        return False
-    if not guard(*values):
-        return False
-    if len(values) < 2:
-        return not any(map(_was_freed, values))
-    return _own_storages(values)
-
-
-def _own_storages(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor has its own storage, which is not empty."""
-    found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return len(found) == len(tensors) and 0 not in found and not _overlapping(tensors)
-
-
-def _overlapping(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether different storages overlap in memory, as those of NumPy arrays may."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    ranges = sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
-    return any(a + n > b for (a, n), (b, _) in itertools.pairwise(ranges) if a != b)
 
 
 def inside_func() -> bool:
@@ -836,35 +459,6 @@ def inside_transform() -> bool:
         or torch._C._is_tracing()
         or (torch._C._len_torch_function_stack() > 0 and has_function_mode())
     )
-
-
-def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
-    """Pairs of leaves that share a storage, with the bytes between their first elements."""
-    tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if len(tensors) < 2:
-        return ()
-    first: dict[int, tuple[int, int]] = {}
-    pairs = []
-    for index, tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer in first:
-            other, start = first[pointer]
-            pairs.append((other, index, tensor.data_ptr() - start))
-        else:
-            first[pointer] = (index, tensor.data_ptr())
-    return tuple(pairs)
-
-
-def _describe_in_words(described: tuple[Any, ...]) -> str:
-    if len(described) == 5:
-        shape, dtype, stride, device, requires_grad = described
-        grad = ", requires_grad" if requires_grad else ""
-        return (
-            f"{tuple(shape)} {str(dtype).removeprefix('torch.')} strides {stride} on {device}{grad}"
-        )
-    return f"{described[0].__name__} {_value_of(described)!r}"
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,9 @@ from .dependencies import PLAIN, Dependencies
 from .first_use import FirstUse, RawAccess, unseen
 from .introspection import StandIn
 from .iterators import Iterators
+from .leaves import describe, without_memory
 from .objects import apart
-from .signature import (
-    Args,
-    argument_names,
-    describe,
-    flatten,
-    leaf_names,
-    unflatten,
-    without_memory,
-)
+from .split import Args, argument_names, flatten, leaf_names, unflatten
 
 Model = Callable[..., Any]
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -43,8 +43,9 @@ from .dependencies import (
 )
 from .dictionaries import has_version, read, reader
 from .forking import lock
-from .signature import Args, Kwargs, guard_of, without_memory
+from .leaves import guard_of, without_memory
 from .snapshots import checksums
+from .split import Args, Kwargs
 
 # What is looked at before a call is answered by what was built: its arguments and the module, its
 # arguments alone, or nothing.

@@ -28,7 +28,8 @@ from ..calls.options import (
     names_checked,
     refuse,
 )
-from ..calls.signature import argument_names, flatten, refuse_weights, unflatten
+from ..calls.split import argument_names, flatten, unflatten
+from ..calls.weights import refuse_weights
 from ..dispatch.graphed_callable import name_of
 from ..errors import (
     CaptureError,

@@ -19,7 +19,7 @@ from ..calls.options import (
     refuse,
     shown,
 )
-from ..calls.signature import flatten
+from ..calls.split import flatten
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule
 from ..errors import CaptureError, OptionError, SignatureError, first_line

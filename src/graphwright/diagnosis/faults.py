@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..calls.signature import unflatten
+from ..calls.split import unflatten
 from ..errors import first_line
 from ..graphs.captured_call import CapturedCall
 from ..graphs.memory import format_bytes

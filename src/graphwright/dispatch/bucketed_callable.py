@@ -14,17 +14,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.leaves import are_plain
 from ..calls.modules import FunctionModule
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    are_plain,
-    flatten,
-    inside_transform,
-    quick_key,
-    unflatten,
-)
+from ..calls.signature import CallSignature, inside_transform, quick_key
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
@@ -584,7 +577,7 @@ class _OfTensors(BucketedCallable):
         mine.name_arguments(call.names)
         self._tally, self._warned = owner._tally, owner._warned
         self.call = call
-        self.answer = with_objects(self, taken.made(0, call.tensors))
+        self.answer = with_objects(self, call.signature, taken.made(0, call.tensors))
 
     def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
         with eager_results():

@@ -16,7 +16,7 @@ from typing import Any
 from ..calls.binding import PASSES_TO
 from ..calls.dependencies import Dependencies
 from ..calls.places import MISSING, Place
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 
 # Answers a call with some arguments.
 Answer = Callable[[Args, Kwargs], Any]

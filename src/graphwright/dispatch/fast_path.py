@@ -13,15 +13,9 @@ import torch
 from torch.autograd import forward_ad
 
 from ..calls import watch
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    MixedArguments,
-    fitting,
-    has_function_mode,
-    in_order_of,
-)
+from ..calls.leaves import fitting
+from ..calls.signature import CallSignature, has_function_mode
+from ..calls.split import Args, Kwargs, MixedArguments, Pattern, in_order_of
 from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
@@ -60,15 +54,18 @@ def shortcut(
         return None
     quiet = not (training or signature.wants_grad)
     expected = signature.switches[2:]
-    mixed = signature.mixed
-    if mixed is not None:
-        with_values = _with_plain_values(mixed, launch)
-        count = len(mixed.places)
-        inner = _fast(mixed.guard, count, (), True, with_values, unchanged, quiet, expected)
+    known: MixedArguments | Pattern | None = signature.mixed
+    if known is None and not signature.has_objects:
+        known = signature.pattern
+    if known is not None:
+        apart, tensors = known.values, known.tensors
+        with_values = _with_plain_values(known, launch)
+        count = len(known.places)
+        inner = _fast(known.guard, count, (), True, with_values, unchanged, quiet, expected)
 
         def fast(args: Args, kwargs: Kwargs) -> Any:
-            values = mixed.values(args, kwargs)
-            return MISS if values is None else inner(mixed.tensors(values), _NO_KWARGS)
+            values = apart(args, kwargs)
+            return MISS if values is None else inner(tensors(values), _NO_KWARGS)
 
         return fast
     if signature.guard is None or signature.flat is None:
@@ -96,15 +93,13 @@ def _unchecked(count: int, names: tuple[str, ...], any_order: bool, launch: Laun
     return fast
 
 
-def _with_plain_values(mixed: MixedArguments, launch: Launch) -> Launch:
+def _with_plain_values(known: MixedArguments | Pattern, launch: Launch) -> Launch:
     """A launch that takes the tensors alone, and puts the plain values between them."""
-    template: list[Any] = [None] * (len(mixed.plain) + len(mixed.places))
-    for index, value in mixed.plain:
-        template[index] = value
+    template, places = known.template, known.places
 
     def launch_all(tensors: Sequence[torch.Tensor]) -> Any:
-        values = template.copy()
-        for index, tensor in zip(mixed.places, tensors, strict=True):
+        values = [*template]
+        for index, tensor in zip(places, tensors, strict=True):
             values[index] = tensor
         return launch(values)
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
 from ..calls.places import Place, carried_by, hidden
-from ..calls.signature import Args, CallSignature, Kwargs, quick_key
+from ..calls.signature import CallSignature, quick_key
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
@@ -409,7 +410,8 @@ class GraphCache:
             state.watch.join(graph.parts)
         effects = graph.mutates or graph.random or graph.has_effects
         pure = not (effects or graph.tree is not None)
-        entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
+        # That of the graph is the same, and tells quickly of calls whether they fit.
+        entry = CacheEntry(graph.signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
         self._order[graph] = entry

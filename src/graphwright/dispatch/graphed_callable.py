@@ -33,17 +33,14 @@ from ..calls.options import (
 )
 from ..calls.places import Place
 from ..calls.signature import (
-    Args,
     Call,
     CallSignature,
-    Kwargs,
     arguments_of,
     inside_func,
     inside_transform,
-    leaf_names,
     quick_key,
-    require_grad,
 )
+from ..calls.split import Args, Kwargs, Split, leaf_names, require_grad
 from ..calls.watch import Checks
 from ..errors import (
     RUNS_EAGERLY,
@@ -273,11 +270,12 @@ class GraphedCallable(FunctionStandIn):
         entry = self._recent if key is None else self._quick.get(key)
         if not isinstance(entry, CacheEntry):
             return self._answer_unusual(entry, args, kwargs)
-        if not entry.signature.fits(args, kwargs):
+        split = entry.signature.split(args, kwargs)
+        if split is None and not entry.signature.fits(args, kwargs):
             return self._find(args, kwargs)
         if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
             return self._find(args, kwargs)
-        return self._answer(entry, args, kwargs)
+        return self._answer(entry, args, kwargs, split)
 
     def _shortcut(self, entry: CacheEntry) -> Shortcut | None:
         """The fast path to an entry's graph; None if it has none."""
@@ -300,7 +298,9 @@ class GraphedCallable(FunctionStandIn):
             checks=self._entries.checks,
         )
 
-    def _answer(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> Any:
+    def _answer(
+        self, entry: CacheEntry, args: Args, kwargs: Kwargs, split: Split | None = None
+    ) -> Any:
         """Answer a call by the graph of an entry whose signature fits, or find another answer."""
         graph = entry.graph
         if graph is None or capturing_now() or (entry.state.training and torch.is_grad_enabled()):
@@ -313,7 +313,7 @@ class GraphedCallable(FunctionStandIn):
             return self._audited(entry, graph, args, kwargs)
         if entry.payoff is not None and self._is_timed(entry):
             return self._answer_timed(entry, entry.payoff, graph, args, kwargs)
-        return self._answer_by(entry, graph, args, kwargs)
+        return self._answer_by(entry, graph, args, kwargs, split)
 
     def _is_timed(self, entry: CacheEntry) -> bool:
         """Whether it is not known yet that the graph is faster than eager."""
@@ -337,7 +337,14 @@ class GraphedCallable(FunctionStandIn):
             self._used(entry, args, kwargs)  # From now on it may have a shortcut.
         return result
 
-    def _answer_by(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
+    def _answer_by(
+        self,
+        entry: CacheEntry,
+        graph: CapturedCall,
+        args: Args,
+        kwargs: Kwargs,
+        split: Split | None = None,
+    ) -> Any:
         """Answer a call by the graph of an entry, if the module is as it was."""
         state = entry.state
         try:
@@ -345,7 +352,7 @@ class GraphedCallable(FunctionStandIn):
             check_first = state.is_left or not entry.pure
             if check_first and self._has_left(state):
                 return self._find(args, kwargs)
-            result = graph.run(args, kwargs)
+            result = graph.run(args, kwargs, split=split)
             if not check_first and self._has_left(state):
                 return self._find(args, kwargs)
         except GraphClosed:

@@ -28,7 +28,7 @@ from ..calls.introspection import FunctionStandIn, StandIn
 from ..calls.modes import opaque
 from ..calls.modules import forward_of_class
 from ..calls.plurals import counted
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..graphs.graph import Graph
 from ..graphs.python_state import StateChanges
 from .payoff import Payoff

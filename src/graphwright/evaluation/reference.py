@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import OperationMode
-from ..calls.signature import container_changes
 from ..calls.snapshots import Call, Model, ModuleState, Outcome, outputs_by_name, run, same_bits
+from ..calls.split import container_changes
 from ..calls.switches import precision
 from ..errors import (
     GraphwrightError,

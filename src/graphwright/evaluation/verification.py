@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..calls.signature import flatten, unflatten
 from ..calls.snapshots import (
     Call,
     Model,
@@ -26,6 +25,7 @@ from ..calls.snapshots import (
     run,
     same_bits,
 )
+from ..calls.split import flatten, unflatten
 from .accuracy import ErrorMeasure, error_of, special_values, tensors_in, worse
 from .reference import Case, Reference, aliases_of
 

@@ -37,7 +37,8 @@ from ..calls.options import (
     refuse,
 )
 from ..calls.plurals import counted
-from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, quick_key
+from ..calls.signature import CallSignature, inside_transform, quick_key
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (
@@ -212,7 +213,7 @@ class _Fusion:
                 apart = ApartCall.of(args, kwargs, any_order=any_order)
             taken = None if apart is None else TakenApart(self.module, [apart.template])
             signature = (
-                CallSignature.of(args, kwargs, any_order=any_order)
+                CallSignature.of(args, kwargs, any_order=any_order, lasts=True)
                 if apart is None
                 else apart.signature
             )
@@ -235,7 +236,7 @@ class _Fusion:
                 self._keep(signature, failed, apart, args, kwargs)
                 raise
             if apart is not None and taken is not None and fused.call is not None:
-                fused.call = with_objects(fused.call, taken.made(0, apart.tensors))
+                fused.call = with_objects(fused.call, apart.signature, taken.made(0, apart.tensors))
                 fused.pays_alone = self._pays(apart, fused.call)
             self._keep(signature, fused, apart, args, kwargs)
         if fused.call is not None:

@@ -20,17 +20,10 @@ from ..calls.first_use import unseen
 from ..calls.modes import cached_weights_refused
 from ..calls.modules import ModuleProxy
 from ..calls.options import items_problem, nearest, refuse, shown
-from ..calls.signature import (
-    Args,
-    CallSignature,
-    Kwargs,
-    flatten,
-    sharded_module,
-    tensors_of,
-    unflatten,
-    unusual_weight,
-)
+from ..calls.signature import CallSignature
 from ..calls.snapshots import Call, ModuleState, clone_leaves, run
+from ..calls.split import Args, Kwargs, flatten, tensors_of, unflatten
+from ..calls.weights import sharded_module, unusual_weight
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..calls.first_use import unseen
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..graphs.capture import capturing
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Pass

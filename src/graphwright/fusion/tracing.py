@@ -21,10 +21,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..calls.dependencies import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, Dependencies
 from ..calls.first_use import unseen
+from ..calls.leaves import describe
 from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import GraphwrightError, first_line
 from ..graphs.conditions import answering_as_eager, pretend_capturing, questions
 from ..graphs.python_state import PythonState

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..errors import CaptureError
 from .segments.tree import SegmentTree
 from .transaction import let_go

@@ -15,7 +15,7 @@ import torch
 
 from ..calls.modules import FunctionModule
 from ..calls.options import device_problem, flag_problem, names_checked, refuse
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..errors import CaptureError
 from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now

@@ -22,23 +22,26 @@ from ..calls.objects import classes_in, giving, has_objects
 from ..calls.operations import default_generators
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.places import Place, carried_by, hidden
-from ..calls.signature import (
+from ..calls.signature import CallSignature
+from ..calls.snapshots import clone_leaves, same_bits
+from ..calls.split import (
     Args,
-    CallSignature,
     Kwargs,
+    Split,
     argument_names,
     flatten,
-    refuse_weights,
+    objects_of,
+    objects_tree,
     tensors_of,
     unflatten,
 )
-from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.watch import ModuleWatch
+from ..calls.weights import refuse_weights
 from ..errors import CaptureError, GraphwrightError, SignatureError
 from . import as_eager
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, answering_as_eager, autocast_cache_apart
-from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
+from .effects import GivenObjects, Outcome, Unrepeatable
 from .graph import Graph, GraphClosed, GraphState, with_operations
 from .host_draws import Draw, DrawingRecording, generator_kept
 from .inspection.node import Node
@@ -426,7 +429,8 @@ class CapturedCall(Graph):
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._ready()
-        if not self.signature.fits(args, kwargs):
+        split = self.signature.split(args, kwargs)
+        if split is None and not self.signature.fits(args, kwargs):
             raise SignatureError(
                 f"The graph was captured for another call: "
                 f"{self.signature.differences(args, kwargs, 'captured')}.",
@@ -438,9 +442,9 @@ class CapturedCall(Graph):
         assert watch is not None
         if self.mutates or self.random or self.has_effects or self._results is None:
             self._check_module(watch)
-            return self.run(args, kwargs)
+            return self.run(args, kwargs, split=split)
         # The device works while the module is checked; if that has changed, the result is dropped.
-        result = self.run(args, kwargs)
+        result = self.run(args, kwargs, split=split)
         self._check_module(watch)
         return result
 
@@ -451,23 +455,33 @@ class CapturedCall(Graph):
                 remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
             )
 
-    def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
+    def run(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+        finish: Finish | None = None,
+        *,
+        split: Split | None = None,
+    ) -> Any:
         """Replay for a call that is known to fit.
 
         Args:
             args: positional arguments of the call.
             kwargs: its keyword arguments.
             finish: turns the leaves of the result into those that the caller gets.
+            split: what `signature.split` made of the call.
         """
-        leaves = args if self._plain_args else self._leaves(args, kwargs)
+        if split is None:
+            split = (
+                Split(args, ()) if self._plain_args else self.signature.taken_apart(args, kwargs)
+            )
         several = self._holds_objects and self._results is None
         if not (self.has_effects or several or self.signature.has_objects):
-            return self.run_leaves(leaves, finish, (args, kwargs))
-        objects = objects_of(args, kwargs)
-        self._refuse_owned(objects)
-        given = [*objects, *(place.owner for place in self.places)]
+            return self.run_leaves(split.leaves, finish, (args, kwargs))
+        self._refuse_owned(split.objects)
+        given = [*split.objects, *(place.owner for place in self.places)]
         with giving(given):
-            made = self.run_leaves(leaves, finish, (args, kwargs))
+            made = self.run_leaves(split.leaves, finish, (args, kwargs))
         return made.happen(given) if isinstance(made, Outcome) else made
 
     def _refuse_owned(self, objects: Sequence[Any]) -> None:
@@ -584,10 +598,12 @@ class CapturedCall(Graph):
 
         The graph works on a copy of the argument, so writes to one would not reach the other.
         """
+        if not self._outside:
+            return
         for leaf in leaves:
-            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+            if not isinstance(leaf, torch.Tensor):
                 continue
-            if leaf.untyped_storage().data_ptr() in self._outside:
+            if leaf.untyped_storage().data_ptr() in self._outside and leaf.numel():
                 raise SignatureError(
                     "An argument shares memory with a tensor that the call uses by itself, and one "
                     "of the two is written to.",
@@ -630,11 +646,6 @@ class CapturedCall(Graph):
 
         return launch
 
-    def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        if self.signature.flat is not None:
-            return (*args, *self.signature.in_order(kwargs).values())  # All are tensors.
-        return flatten(args, self.signature.in_order(kwargs), objects=self._takes_objects)[0]
-
     def _run_with_copies(
         self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
     ) -> None:
@@ -646,9 +657,8 @@ class CapturedCall(Graph):
                 [leaves[slot] for slot in self._sources],
                 [*targets, *(leaves[slot] for slot in self._back)],
             )
-            for slot in self._back:
-                # Autograd has not seen this write: what it saved for a backward is stale.
-                torch.autograd.graph.increment_version(leaves[slot])
+            # Autograd has not seen these writes: what it saved for a backward is stale.
+            torch.autograd.graph.increment_version([leaves[slot] for slot in self._back])
             for slot in self._back_by_element:
                 copy(self._inputs.tensor(slot), leaves[slot])
 
@@ -1107,7 +1117,7 @@ def signature_of(
     """The call's signature; refuse weights that no graph can hold, and calls for training."""
     try:
         any_order = len(kwargs) > 1 and not sees_order(module)
-        signature = CallSignature.of(args, kwargs, objects=objects, any_order=any_order)
+        signature = CallSignature.of(args, kwargs, objects=objects, any_order=any_order, lasts=True)
         refuse_weights(module)
     except SignatureError as error:
         raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error

@@ -28,7 +28,6 @@ from ..calls.objects import (
     same,
 )
 from ..calls.places import MISSING, Place
-from ..calls.signature import Args, Kwargs
 
 _LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict")
 
@@ -174,16 +173,6 @@ class GivenObjects:
         made = apart(whole, self.objects, kept)
         refers = bool(changes) or _refers(made)
         return (made if refers or has_objects(pytree.tree_leaves(result)) else result), refers
-
-
-def objects_tree(args: Args, kwargs: Kwargs) -> Any:
-    """A call's arguments without the containers that a call makes of them for itself."""
-    return tuple(args), tuple(value for _, value in sorted(kwargs.items()))
-
-
-def objects_of(args: Args, kwargs: Kwargs) -> list[Any]:
-    """What a call may change in place of its arguments."""
-    return changeable(objects_tree(args, kwargs))
 
 
 def _refuse_weights(values: Any, owned: Sequence[Any]) -> None:

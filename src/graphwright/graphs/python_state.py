@@ -24,9 +24,9 @@ from ..calls.dependencies import (
 )
 from ..calls.host_generators import HostGenerators
 from ..calls.iterators import Iterators
+from ..calls.leaves import without_memory
 from ..calls.objects import same
 from ..calls.places import MISSING, Place, kind_of, tensors_in
-from ..calls.signature import without_memory
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 from .host_draws import HostDraws, drawn_from, is_foreign

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..calls.holders import Held, everything, holders_of, thaw
+from ..calls.leaves import without_memory
 from ..calls.operations import leaves
-from ..calls.signature import without_memory
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, current_frame, current_place
 from .composition import Parts, inside_part

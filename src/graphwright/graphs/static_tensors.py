@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.leaves import describe
 from ..calls.objects import build, has_nodes
-from ..calls.signature import describe, leaf_names
+from ..calls.split import leaf_names
 from ..errors import CaptureError, SignatureError
 from .recorder import Allocate
 from .staging import Staging

@@ -25,11 +25,12 @@ from ..calls.dependencies import Dependencies
 from ..calls.modes import opaque
 from ..calls.objects import giving, has_objects, objects_key
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, CallSignature, Kwargs, argument_names, flatten
+from ..calls.signature import CallSignature
 from ..calls.snapshots import ModuleState, clone_leaves
+from ..calls.split import Args, Kwargs, argument_names, flatten, objects_tree
 from ..errors import SignatureError
 from ..evaluation.measurement import Timer
-from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
+from .effects import GivenObjects, Outcome, Unrepeatable
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class ApartCall:
         Raises:
             SignatureError: one cannot be looked into.
         """
-        signature = CallSignature.of(args, kwargs, objects=True, any_order=any_order)
+        signature = CallSignature.of(args, kwargs, objects=True, any_order=any_order, lasts=True)
         leaves, spec = flatten(args, kwargs, objects=True)
         names = argument_names(args, kwargs, objects=True)
         template = TreeTemplate.of(leaves, spec)
@@ -204,20 +205,23 @@ def kind_of(number: int, count: int) -> dict[str, str]:
 
 
 def with_objects(
-    call: Callable[..., Any], made: TreeTemplate, kind: Mapping[str, str] | None = None
+    call: Callable[..., Any],
+    signature: CallSignature,
+    made: TreeTemplate,
+    kind: Mapping[str, str] | None = None,
 ) -> Callable[..., Any]:
     """What answers calls of a model by something that was made of it taken apart.
 
     Args:
         call: what was made; it takes the tensors of the arguments, and gives those of the results.
+        signature: of calls of the model.
         made: what results are beside tensors.
         kind: keyword arguments that `call` takes beside the tensors.
     """
     named = kind or {}
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        leaves, _ = flatten(args, kwargs, objects=True)
-        objects = objects_of(args, kwargs)
+        leaves, objects = signature.taken_apart(args, kwargs)
         _THIS_CALL.made = None
         found = call(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], **named)
         # Where the model's Python has run, this call may be another than the first.
@@ -260,9 +264,9 @@ def key_with_objects(args: Args, kwargs: Kwargs) -> Any:
 
 def holds_objects(args: Args, kwargs: Kwargs) -> bool:
     """Whether there is an object among the arguments of a call."""
-    if not has_objects(pytree.tree_leaves((args, kwargs))):
-        return False
     try:
+        if not has_objects(pytree.tree_leaves((args, kwargs))):
+            return False
         return CallSignature.of(args, kwargs, objects=True).has_objects
-    except SignatureError:
+    except (SignatureError, RecursionError):
         return False  # It is refused by name, as other calls are.

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.leaves import SCALARS, describe
 from ..calls.modes import OperationMode, compilers_off
 from ..calls.objects import apart
 from ..calls.operations import tensors
 from ..calls.places import MISSING, Place, kind_of
-from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
 from .conditions import questions

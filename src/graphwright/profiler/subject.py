@@ -16,8 +16,8 @@ from torch import nn
 from ..calls.modules import FunctionModule
 from ..calls.objects import apart
 from ..calls.operations import tensors
-from ..calls.signature import flatten, unflatten
 from ..calls.snapshots import clone_leaves
+from ..calls.split import flatten, unflatten
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..graphs.journal import Journal
 from ..graphs.python_state import PythonState

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import apart, flatten_result
-from ..calls.signature import Args, Kwargs, flatten, leaf_names, unflatten
+from ..calls.split import Args, Kwargs, flatten, leaf_names, unflatten
 from ..errors import OptionError
 from ..shapes.dimensions import BATCH, Axes, Bounds, Size, shape_at
 from ..shapes.padding import Sizes, Value, cut_to, memory_format

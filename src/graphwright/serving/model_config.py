@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..calls.options import args_problem, kwargs_problem, refuse
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..shapes.buckets import Buckets
 from .protocol import TensorMetadata, Value
 

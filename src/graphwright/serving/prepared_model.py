@@ -20,7 +20,8 @@ from torch import nn
 from ..artifacts.tuned_module import Absent, TunedModule
 from ..calls.dependencies import Called
 from ..calls.options import count_problem, refuse
-from ..calls.signature import Args, CallSignature, Kwargs, flatten, unflatten
+from ..calls.signature import CallSignature
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..calls.watch import ModuleWatch
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule, graph

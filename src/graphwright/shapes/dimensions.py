@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.objects import apart
 from ..calls.options import nearest, shown
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..errors import OptionError, SignatureError, levels_above
 from ..graphs.taken_apart import holds_objects
 from .padding import Sizes

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ..calls.signature import Args, CallSignature, Kwargs, flatten
+from ..calls.signature import CallSignature
 from ..calls.snapshots import layout
+from ..calls.split import Args, Kwargs, flatten
 from ..errors import SignatureError
 from .aliasing import twins_of
 from .dimensions import Axes, Dimensions

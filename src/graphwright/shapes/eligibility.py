@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import OperationMode
 from ..calls.operations import generator_of, tensors
-from ..calls.signature import leaf_names
 from ..calls.snapshots import clone_leaves, layout, same_bits, same_value
+from ..calls.split import leaf_names
 from ..evaluation.accuracy import difference
 from ..graphs.host_draws import is_foreign
 from ..graphs.journal import Journal

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
-from ..calls.signature import Args, Kwargs, flatten, leaf_names, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves, layout
+from ..calls.split import Args, Kwargs, flatten, leaf_names, unflatten
 from ..errors import CaptureError
 from ..evaluation.accuracy import difference
 from ..graphs.host_draws import Draw

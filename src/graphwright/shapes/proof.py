@@ -21,8 +21,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.dependence import InputDependence
-from ..calls.signature import argument_names, flatten
 from ..calls.snapshots import Call, ModuleState, Outcome, layout, outputs_by_name, run
+from ..calls.split import argument_names, flatten
 from ..errors import first_line
 from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
 from .aliasing import Sharing, shares_alike

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.signature import Args, Kwargs, unflatten
 from ..calls.snapshots import Call
+from ..calls.split import Args, Kwargs, unflatten
 from ..evaluation.variations import drawn_like
 from .dimensions import Axes, Bounds, shape_at
 from .padding import Sizes, Value, cut_to, fill, memory_format, widths_of

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..calls.options import shown
-from ..calls.signature import Args, CallSignature, Kwargs, flatten
+from ..calls.signature import CallSignature
+from ..calls.split import Args, Kwargs, flatten
 from ..errors import OptionError
 from ..graphs.memory import MemoryPool
 from .buckets import PADDING, Buckets

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, Kwargs, flatten
 from ..calls.snapshots import clone_leaves
+from ..calls.split import Args, Kwargs, flatten
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .export import Flat, dims_of, exported

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule, innermost
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Watched
 from ..errors import StrategyFailed, first_line, user_frame
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from .base import AVAILABLE, Availability, Built, tiny_model
 
 

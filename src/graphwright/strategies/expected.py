@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import build, flatten_result
-from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves, layout
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..calls.switches import precision
 from ..errors import StrategyFailed
 

@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram
 
 from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, Kwargs, flatten
+from ..calls.split import Args, Kwargs, flatten
 from ..errors import StrategyFailed, user_frame
 from ..shapes.dimensions import Dimensions, named
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
+from ..calls.split import Args, Kwargs, flatten, tensors_of, unflatten
 from ..errors import StrategyFailed
 from ..evaluation.accuracy import ROUNDING, error_of
 from ..fusion.pass_manager import PASSES, Fused, fused_call

@@ -18,8 +18,8 @@ from torch import nn
 
 from ..calls.objects import map_tensors
 from ..calls.plurals import counted
-from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .expected import laid_out_as

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import build, flatten_result, has_objects
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Finish, Rewrite, Rewritten
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..errors import StrategyFailed, in_words, levels_above
 from ..graphs.capture import capture
 from ..graphs.captured_call import CapturedCall

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.signature import Args, Kwargs
+from ..calls.split import Args, Kwargs
 from ..errors import StrategyFailed, first_line
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .expected import Expected, tf32_allowed

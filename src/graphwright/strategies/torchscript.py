@@ -21,8 +21,8 @@ from torch import nn
 from ..calls.dependence import InputDependence
 from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
-from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
+from ..calls.split import Args, Kwargs, flatten, tensors_of, unflatten
 from ..errors import StrategyFailed, first_line
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .export import Flat

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
-from ..calls.signature import Args, Kwargs, flatten, inside_transform, tensors_of, unflatten
+from ..calls.signature import inside_transform
+from ..calls.split import Args, Kwargs, flatten, tensors_of, unflatten
 from ..errors import StrategyFailed, first_line
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .expected import Expected, tf32_allowed

@@ -20,8 +20,9 @@ from ..artifacts.padded_calls import (
     strides_of,
 )
 from ..calls.options import shown
-from ..calls.signature import Args, CallSignature, Kwargs, Range, flatten, unflatten
+from ..calls.signature import CallSignature, Range
 from ..calls.snapshots import Call
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..artifacts.tuned_module import OnMiss, TunedModule
+from ..calls.leaves import SCALARS
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import (
     args_problem,
@@ -28,9 +29,11 @@ from ..calls.options import (
     shown,
     texts_problem,
 )
-from ..calls.signature import SCALARS, Args, CallSignature, Kwargs, arguments_of, refuse_weights
+from ..calls.signature import CallSignature, arguments_of
 from ..calls.snapshots import Call
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks
+from ..calls.weights import refuse_weights
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
 from ..graphs.taken_apart import ApartCall, TakenApart, holds_objects, kind_of

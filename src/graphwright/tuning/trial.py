@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule
-from ..calls.signature import Args, Kwargs
 from ..calls.snapshots import Call, run
+from ..calls.split import Args, Kwargs
 from ..errors import in_words
 from ..evaluation.accuracy import ErrorMeasure, tensors_in
 from ..evaluation.measurement import (

@@ -24,8 +24,9 @@ from ..calls.host_generators import generators_kept
 from ..calls.modes import cached_weights_refused
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, names_checked, refuse
-from ..calls.signature import Args, Kwargs, Range
+from ..calls.signature import Range
 from ..calls.snapshots import ModuleState
+from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks
 from ..errors import GraphwrightError, ModelFailed, in_words
 from ..evaluation.bounds import host_seconds

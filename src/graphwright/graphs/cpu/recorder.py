@@ -20,6 +20,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...calls.leaves import without_memory
 from ...calls.modes import compilers_off
 from ...calls.operations import (
     FROM_DATA,
@@ -30,7 +31,6 @@ from ...calls.operations import (
     tensors,
     written,
 )
-from ...calls.signature import without_memory
 from ...errors import CaptureError, user_frame
 from ..composition import packed
 from ..conditions import garbage_collection_off, pretend_capturing

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils import _pytree as pytree
 
+from ...calls.leaves import SCALARS, describe
 from ...calls.modes import compilers_off
 from ...calls.operations import (
     FROM_DATA,
@@ -34,7 +35,6 @@ from ...calls.operations import (
     tensors,
     written,
 )
-from ...calls.signature import SCALARS, describe
 from ...errors import CaptureError, current_place
 from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal

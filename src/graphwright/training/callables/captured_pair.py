@@ -22,8 +22,10 @@ from ...calls.binding import sees_order
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
 from ...calls.plurals import counted
-from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
+from ...calls.signature import CallSignature
+from ...calls.split import Args, Kwargs, flatten
 from ...calls.watch import ModuleWatch
+from ...calls.weights import refuse_weights
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
 from ...graphs.composition import Parts
@@ -105,7 +107,7 @@ class CapturedPair(Graph):
         try:
             refuse_weights(owner)
             any_order = not sees_order(forward)
-            self.signature = CallSignature.of(args, kwargs, any_order=any_order)
+            self.signature = CallSignature.of(args, kwargs, any_order=any_order, lasts=True)
         except SignatureError as error:
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
@@ -347,7 +349,7 @@ class CapturedPair(Graph):
         # Autograd's thread for the device may be in a backward that waits for the pool's lock.
         self._passes.on_this_thread = True
         try:
-            self._add_set(self._leaves(args, kwargs))
+            self._add_set(self.signature.taken_apart(args, kwargs).leaves)
         except GraphwrightError as error:
             let_go(error)
             self.refuse_sets(error)
@@ -417,7 +419,7 @@ class CapturedPair(Graph):
             lease.running = False
 
     def _call(self, lease: Lease, args: Args, kwargs: Kwargs) -> Any:
-        leaves = self._leaves(args, kwargs)
+        leaves = self.signature.taken_apart(args, kwargs).leaves
         self._check_overlap(leaves)
         passes = self._passes
         answer: list[tuple[Outputs, list[Any]]] = []
@@ -432,12 +434,6 @@ class CapturedPair(Graph):
                 run()
         plan, made = answer[0]
         return plan.finish(made, outputs)
-
-    def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        """The leaves of a call's arguments, in the order of the sample's."""
-        if self.signature.flat is not None:
-            return (*args, *self.signature.in_order(kwargs).values())  # All are tensors.
-        return flatten(args, self.signature.in_order(kwargs))[0]
 
     def _run(
         self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]

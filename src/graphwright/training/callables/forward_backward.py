@@ -22,7 +22,7 @@ from ...calls.modes import OperationMode
 from ...calls.modules import FunctionModule
 from ...calls.objects import apart, has_objects
 from ...calls.operations import tensors
-from ...calls.signature import Args, Kwargs, argument_names, flatten, unflatten
+from ...calls.split import Args, Kwargs, argument_names, flatten, unflatten
 from ...errors import CaptureError, first_line
 from ...graphs.conditions import autocast_cache_apart
 from ...graphs.static_tensors import Geometry, StaticInputs, is_dense

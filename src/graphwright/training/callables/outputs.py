@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...calls.objects import build, has_nodes
-from ...calls.signature import leaf_names
+from ...calls.split import leaf_names
 from ...errors import CaptureError
 from ...graphs.static_tensors import Geometry, StaticInputs, StaticOutputs, is_dense, span
 

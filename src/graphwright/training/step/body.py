@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...calls.binding import PASSES_TO
 from ...calls.modes import compilers_off
-from ...calls.signature import Args, Kwargs, flatten, unflatten
+from ...calls.split import Args, Kwargs, flatten, unflatten
 from ...errors import CaptureError
 from ...graphs.conditions import as_captured
 from ...graphs.journal import Copies, Journal

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ...calls.modules import values_behind
-from ...calls.signature import Args, Kwargs
+from ...calls.split import Args, Kwargs
 from ...errors import CaptureError, MemoryBudgetExceeded, in_words
 from ...graphs.journal import Copies
 from ...graphs.memory import MemoryPool

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...calls.signature import Args, Kwargs
+from ...calls.split import Args, Kwargs
 from ...calls.watch import ModuleWatch
 from ...graphs.captured_call import CapturedCall
 from ...graphs.journal import Copies, users_of

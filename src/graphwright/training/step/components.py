@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...calls.leaves import SCALARS
 from ...calls.modules import FunctionModule, values_behind
-from ...calls.signature import SCALARS, tensors_of
+from ...calls.split import tensors_of
 from ...errors import CaptureError
 from .wrappers import is_optimizer, notes_around, scalers_of, with_wrapped
 

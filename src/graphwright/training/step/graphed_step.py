@@ -27,7 +27,8 @@ from ...calls.options import (
     shown,
 )
 from ...calls.plurals import counted
-from ...calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
+from ...calls.signature import CallSignature, inside_transform
+from ...calls.split import Args, Kwargs, tensors_of
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
