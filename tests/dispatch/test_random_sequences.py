@@ -21,12 +21,16 @@ from graphwright.graphs.capture_budget import SHARE
 
 FREE_CAPTURES = 3
 CALLS = 60
-QUICK, ALL = range(5), range(5, 200)
+QUICK, SLOW, ALL = range(5), range(5, 40), range(40, 200)
 BUCKETS = (3, 6)
 
 
 def seeds() -> list[Any]:
-    return [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in ALL)]
+    return [
+        *QUICK,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in SLOW),
+        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in ALL),
+    ]
 
 
 class Model(nn.Module):

@@ -317,7 +317,7 @@ def weights_written_unseen(model: PeftModel) -> Iterator[bool]:
     yield ANOTHER
 
 
-# Those that everything goes through in a quick run; others are slow where there are many.
+# Those that everything goes through.
 MAIN_CHANGES = [
     merged_and_unmerged,
     switched_and_back,
@@ -331,17 +331,18 @@ MAIN_CHANGES = [
 def each_change(*firsts: Any, all_of: Sequence[Any] = (), main_of: Sequence[Any] = ()) -> list[Any]:
     """First parameters (kinds of adapters, strategies) with each of the changes.
 
-    All but all changes of `all_of` and the main ones of `main_of` are slow.
+    Quick are all changes of `all_of` and the main ones of `main_of`; slow the others of `main_of`,
+    and the main ones of the rest.
     """
+
+    def marks(first: Any, change: Change) -> Any:
+        main = change in MAIN_CHANGES
+        if first in all_of or (first in main_of and main):
+            return ()
+        return pytest.mark.slow if main or first in main_of else pytest.mark.exhaustive
+
     return [
-        pytest.param(
-            first,
-            change,
-            id=f"{first}-{change.__name__}",
-            marks=()
-            if first in all_of or (first in main_of and change in MAIN_CHANGES)
-            else pytest.mark.slow,
-        )
+        pytest.param(first, change, id=f"{first}-{change.__name__}", marks=marks(first, change))
         for first in firsts
         for change in CHANGES
     ]
