@@ -219,7 +219,7 @@ def test_elsewhere_without_the_model_it_is_verified_or_refused(
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        pytest.param(*kind.values, *each, marks=kind.marks)
+        pytest.param(*kind.values, *each, marks=pytest.mark.slow if kind.marks else ())
         for kind in kinds()
         for each in ELSEWHERE
         # To compile this once is enough: it is the same two facts that refuse it above.
@@ -568,7 +568,7 @@ def test_what_was_pickled_answers_calls(name: str) -> None:
     CHECKS[name](unpickled(name))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_extension_and_its_operators_are_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
