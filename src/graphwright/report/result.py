@@ -191,6 +191,10 @@ class Results:
     predictions: list[Prediction] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of earlier versions lack the fields that were added since.
+        vars(self).update(vars(Results("", [], "", [], {})) | state)
+
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy, by name."""
         return next((row for row in self.rows if row.strategy == strategy), None)

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,13 @@ from .inductor import FROZEN, explained
 _PACKAGE, _CALL = "package.pt2", "call.json"
 # It is written to by a compilation, and is part of the keys of torch.compile's cache.
 _ITS_OWN: dict[str, Any] = {"aot_inductor.metadata": {}}
+# Instructions, as packages name them, and what tells whether the processor has them.
+_INSTRUCTIONS = {
+    "AVX2": "_is_avx2_supported",
+    "AVX512": "_is_avx512_supported",
+    "AVX512_VNNI": "_is_vnni_supported",
+    "AMX_TILE": "_is_amx_tile_supported",
+}
 
 
 @dataclass(frozen=True)
@@ -96,10 +104,35 @@ class AotInductor:
         self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
     ) -> Built:
         """The package that was saved."""
+        _refuse_other_processor(folder / _PACKAGE)
         known = json.loads((folder / _CALL).read_bytes())
         slots = [int(slot) for slot in known["slots"]]
         call = _Packaged(folder / _PACKAGE, slots, TreeTemplate.read(known["out"]), passing=True)
         return Built(without_grad(call), holds_weights=True, save=call.save, self_contained=True)
+
+
+def _refuse_other_processor(package: Path) -> None:
+    """Refuse machine code that this processor would crash at; PyTorch logs a warning and goes on.
+
+    Processors of one name may differ in their instructions, as those of virtual machines do.
+
+    Raises:
+        StrategyFailed: the processor lacks instructions that the package was compiled for.
+    """
+    needed: set[str] = set()
+    with zipfile.ZipFile(package) as archive:
+        for name in archive.namelist():
+            if name.endswith("_metadata.json"):
+                needed.update(json.loads(archive.read(name)).get("AOTI_CPU_ISA", "").split())
+    lacking = [
+        name
+        for name, asked in _INSTRUCTIONS.items()
+        if name in needed and not getattr(torch.cpu, asked, lambda: True)()
+    ]
+    if lacking:
+        raise StrategyFailed(
+            f"it was compiled for {' and '.join(lacking)}, which this processor lacks"
+        )
 
 
 class _Packaged:
