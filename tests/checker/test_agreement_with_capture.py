@@ -1313,7 +1313,12 @@ QUICK = (
 
 @pytest.mark.parametrize(
     "case",
-    [case if case.model in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    [
+        case
+        if case.model in QUICK
+        else pytest.param(case, marks=pytest.mark.exhaustive if n % 3 else pytest.mark.slow)
+        for n, case in enumerate(CASES)
+    ],
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore")

@@ -143,7 +143,7 @@ def test_no_compiler(source: Path, tmp_path: Path) -> None:
         check=True,
     )
     said = " ".join(done.stdout.split())
-    assert "inductor: Inductor found no C++ compiler" in said, said
+    assert "Inductor found no C++ compiler. Install g++" in said, said
 
 
 @pytest.mark.parametrize("name", ["downloads", "opens_a_page"])

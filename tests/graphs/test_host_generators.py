@@ -359,11 +359,16 @@ def test_a_generator_is_where_eager_calls_leave_it(way: str, device: torch.devic
     assert not wrong_under(way, SOME, device)
 
 
-@pytest.mark.slow
+# Every fifth case, or all of them.
+@pytest.mark.parametrize(
+    "step", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_generator_is_where_eager_calls_leave_it(way: str, device: torch.device) -> None:
+def test_every_generator_is_where_eager_calls_leave_it(
+    way: str, step: int, device: torch.device
+) -> None:
     # A profile takes a fifth of a second.
-    assert not wrong_under(way, SOME if way == "profile" else EVERY, device)
+    assert not wrong_under(way, SOME if way == "profile" else EVERY[::step], device)
 
 
 @pytest.mark.parametrize("way", QUICK)

@@ -580,8 +580,13 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.exhaustive if n % 2 else pytest.mark.slow)
+        for n, case in enumerate(BAD)
+    ],
+)
 def test_bad_sources_have_errors_of_their_own(case: str) -> None:
     options, said = BAD[case]
     with pytest.raises(gw.ExtensionError) as raised:

@@ -58,7 +58,7 @@ def test_the_plan_has_every_pair_ten_times() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+@pytest.mark.parametrize(("inner", "outer"), PAIRS[1::3])
 def test_a_composition_does_what_eager_does(inner: str, outer: str, device: torch.device) -> None:
     done = sum(search(s, turn_of(s), examples_of(s) // 3, device) for s in PLAN[inner, outer])
     assert done >= 4
@@ -103,7 +103,7 @@ def test_calls_by_name_and_with_objects_do_what_eager_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "outer"), PAIRS)
+@pytest.mark.parametrize(("inner", "outer"), PAIRS[2::3])
 def test_a_composition_called_by_name_does_what_eager_does(
     inner: str, outer: str, device: torch.device
 ) -> None:

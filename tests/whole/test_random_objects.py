@@ -283,11 +283,14 @@ def built_again(steps: Any, places: Any, device: torch.device) -> list[Any]:
     return [made[place % len(made)] for place in places]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param(300, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.exhaustive)],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_random_objects(device: torch.device) -> None:
+def test_random_objects(examples: int, device: torch.device) -> None:
     @settings(
-        max_examples=2000,
+        max_examples=examples,
         derandomize=True,
         database=None,
         phases=[Phase.generate],
