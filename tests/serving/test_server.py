@@ -476,8 +476,8 @@ def test_a_model_is_served_from_its_file(tmp_path: Path) -> None:
             progress=False,
             isolate=False,
         )
-    gw.save(tuned, tmp_path / "net.gw")
-    with process(str(tmp_path / "net.gw"), "--trust") as (_, address):
+    gw.save(tuned, tmp_path / "net.bin")
+    with process(str(tmp_path / "net.bin"), "--trust") as (_, address):
         metadata = httpx.get(f"{address}/v2/models/net").json()
         inputs = [(each["name"], each["shape"]) for each in metadata["inputs"]]
         assert inputs == [("ids", [-1, 16]), ("mask", [-1, 16])]

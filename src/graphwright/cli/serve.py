@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def sources_of(
             raise OptionError(
                 f"Two models are called {name}.", remedy=f"Give one another name: NAME={what}."
             )
-        if what.endswith(_SUFFIX):
+        if _is_saved(what):
             if target is not None and len(models) > 1:
                 raise OptionError("--model is of one FILE, and there are several models.")
             found[name] = functools.partial(_from_file, Path(what), target, device, trust)
@@ -64,9 +65,14 @@ def _parted(text: str) -> tuple[str, str]:
         if not name or not what:
             raise OptionError(f"{text!r} is no model.", remedy="Write NAME=TARGET.")
         return name, what
-    if text.endswith(_SUFFIX):
+    if _is_saved(text):
         return Path(text).stem, text
     return text.rpartition(":")[2] or text, text
+
+
+def _is_saved(text: str) -> bool:
+    """Whether a text names a file that `tune --save` wrote or is to have written."""
+    return text.endswith(_SUFFIX) or zipfile.is_zipfile(text)
 
 
 def _from_file(
