@@ -23,6 +23,7 @@ import torch
 from chosen import choosing
 from safetensors import safe_open
 from safetensors.torch import save_file
+from shares import share
 from torch import nn
 from torch.export import Dim
 
@@ -1170,7 +1171,7 @@ def after_many(model: Any, like: nn.Module) -> None:
 HOWS = ["in place", "replaced", "a parameter", "an attribute"]
 
 
-@pytest.mark.parametrize("how", [*HOWS, "another attribute", "another parameter"])
+@pytest.mark.parametrize("how", share([*HOWS, "another attribute", "another parameter"]))
 @pytest.mark.parametrize(
     "name", ["torchscript", "torchscript:freeze", "onnxruntime", "fused", "aot_autograd"]
 )

@@ -153,10 +153,8 @@ print(*loaded._choice.loaded)
 """
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    ["eager", *(pytest.param(n, marks=pytest.mark.slow) for n in ("torchscript", "aot_autograd"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["eager", "torchscript", "aot_autograd"])
 def test_what_was_saved_answers_calls_with_objects_in_another_process(
     strategy: str, tmp_path: Path
 ) -> None:

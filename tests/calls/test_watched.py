@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from chosen import choosing
+from shares import share
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -330,7 +331,7 @@ def eagerly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", share(PARTS))
 def test_what_was_changed_and_put_back_is_no_change(part: str, device: torch.device) -> None:
     model = Adapted().to(device).eval()
     x = torch.randn(4, 8, device=device)
@@ -428,7 +429,7 @@ CALLABLES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("part", ["graph", "capture", "fuse", "frozen"])
-@pytest.mark.parametrize("kind", CALLABLES)
+@pytest.mark.parametrize("kind", share(CALLABLES))
 def test_the_modules_of_a_callable_are_watched(kind: str, part: str, device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(device).eval()
     x = torch.randn(4, 8, device=device)
@@ -727,7 +728,8 @@ def tuned_again(model: nn.Module, x: torch.Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize(
-    "use", [compiled, compiled_in_place, exported, scripted, called_functionally, tuned_again]
+    "use",
+    share([compiled, compiled_in_place, scripted, exported, called_functionally, tuned_again]),
 )
 def test_what_pytorch_attaches_to_a_module_is_no_change(
     use: Callable[[nn.Module, torch.Tensor], None], device: torch.device

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from shares import share
 from test_check import CLEAN, OBSTACLES
 from tiny_architectures import CASES, Case
 from torch import nn
@@ -1233,7 +1234,7 @@ def fresh(name: str, device: torch.device) -> tuple[Callable[..., Any], tuple[An
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", share(CALLS))
 def test_what_check_says_of_a_capture_is_what_capture_does(name: str, device: torch.device) -> None:
     fn, args = fresh(name, device)
     found = gw.check(fn, args)

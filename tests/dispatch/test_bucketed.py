@@ -18,6 +18,7 @@ import pytest
 import torch
 from hazards import rand, same
 from hazards_of_padding import ACCEPTED, BATCH, REFUSED, WIDTH, Case, as_eager
+from shares import share
 from torch import nn
 from torch.export import Dim
 
@@ -89,7 +90,7 @@ def test_refused_sizes_are_an_error_where_that_is_asked_for(device: torch.device
             graphed(rand(device, 1, WIDTH))
 
 
-@TABLE("name", ACCEPTED)
+@TABLE("name", share(ACCEPTED))
 def test_what_does_not_is_prepared_once_and_never_captured_again(
     name: str, device: torch.device
 ) -> None:

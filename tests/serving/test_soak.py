@@ -53,11 +53,11 @@ def test_what_grows_is_a_problem(grows: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"requests": {"wrong": 1}}, "1 requests were wrong"),
-        ({"requests": {"lost": 2}}, "2 requests were lost"),
+        ({"requests": {"wrong": 1}}, "1 wrong request"),
+        ({"requests": {"lost": 2}}, "2 lost requests"),
         ({"server": {"answered": 999}}, "the server counts 999 answers, not 1000"),
         ({"server": {"answered": 1031}}, "the server counts 1031 answers"),
-        ({"server": {"waiting": 1}}, "1 requests still wait"),
+        ({"server": {"waiting": 1}}, "1 request still waiting"),
         ({"server": {"ended": -9}}, "the server ended with -9"),
     ],
 )

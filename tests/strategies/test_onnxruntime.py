@@ -17,6 +17,7 @@ import pytest
 import torch
 from chosen import choosing
 from planted import Small
+from shares import share
 from torch import nn
 from torch.export import Dim
 
@@ -156,7 +157,7 @@ def sample(name: str, device: torch.device) -> tuple[nn.Module, tuple[Any, ...],
     [ONNXRUNTIME, pytest.param(GRAPH, marks=pytest.mark.slow)],
     ids=lambda c: c.name,
 )
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", share(SAMPLES))
 def test_it_computes_the_same(name: str, compiler: OnnxRuntime, device: torch.device) -> None:
     if compiler.cuda_graphs and device.type == "cpu":
         found = compiler.probe(device)

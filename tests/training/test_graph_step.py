@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from training_steps import (
@@ -81,7 +82,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("make", TRAININGS, ids=lambda make: str(make.__name__))
+@pytest.mark.parametrize("make", share(TRAININGS), ids=lambda make: str(make.__name__))
 def test_losses_and_weights_are_eager_s(make: Make, device: torch.device) -> None:
     eager, expected = eagerly(make, device, STEPS)
     again, repeated = eagerly(make, device, STEPS)

@@ -20,6 +20,7 @@ import planted
 import pytest
 import torch
 from planted import Noted, Planted, Small, directly, short_for
+from shares import share
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -497,7 +498,7 @@ def test_time_of_a_shared_build_has_to_be_repaid_too(evaluator: CandidateEvaluat
     assert shared > alone
 
 
-@pytest.mark.parametrize("name", ["fused", "channels_last", "torchscript:freeze"])
+@pytest.mark.parametrize("name", share(["channels_last", "fused", "torchscript:freeze"], of=3))
 def test_a_graph_runs_what_was_built_for_the_candidate_without_it(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -652,6 +653,7 @@ def test_cores_are_to_spare_on_a_gpu_with_many(monkeypatch: pytest.MonkeyPatch) 
         assert WorkerPool(Small(), [], torch.device(device)).spare is spare
 
 
+@pytest.mark.slow
 def test_the_caller_imports_its_compiler_while_the_fork_server_imports() -> None:
     code = """
 import sys

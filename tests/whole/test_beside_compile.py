@@ -325,6 +325,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_compilation_begun_for_the_first_time_inside_of_a_call_that_is_seen() -> None:
     # Before that, TorchDynamo is not even imported.
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], capture_output=True)

@@ -10,6 +10,7 @@ import generative
 import pytest
 import torch
 from chosen import choosing
+from shares import share
 from tiny_architectures import CASES, Case, ids
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -110,7 +111,7 @@ def check(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", GENERATIVE, ids=str)
+@pytest.mark.parametrize("case", share(GENERATIVE), ids=str)
 def test_results_with_caches_and_the_call_that_follows(case: Case) -> None:
     case = with_cache(case)
     torch.manual_seed(0)

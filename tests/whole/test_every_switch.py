@@ -21,6 +21,7 @@ import pytest
 import torch
 from chosen import choosing
 from planted import Planted, Small
+from shares import share
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -260,7 +261,7 @@ def answerers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, 
 
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning", "ignore:.*:UserWarning")
 @pytest.mark.parametrize("part", ["graph", "capture", "fuse", "tune", "load"])
-@pytest.mark.parametrize("name", CARRIED)
+@pytest.mark.parametrize("name", share(CARRIED))
 def test_a_call_under_another_value_is_eager_s_or_refused(
     name: str, part: str, answerers: dict[str, tuple[Any, nn.Module]]
 ) -> None:

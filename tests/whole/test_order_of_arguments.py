@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from chosen import choosing
+from shares import share
 from torch import fx, nn
 
 import graphwright as gw
@@ -277,7 +278,7 @@ PAIRS = [pytest.param(p, o, id=f"{p}-{o}") for p in PARTS if p not in SLOW for o
 ALL = [pytest.param(p, o, id=f"{p}-{o}") for p in PARTS for o in OBSERVERS]
 
 
-@pytest.mark.parametrize(("part", "observer"), PAIRS)
+@pytest.mark.parametrize(("part", "observer"), share(PAIRS))
 def test_a_callable_sees_the_caller_s_order(
     part: str, observer: str, device: torch.device, tmp_path: Path
 ) -> None:
