@@ -126,7 +126,13 @@ def test_results_with_caches_and_the_call_that_follows(case: Case) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    [*generative.FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in generative.MORE)],
+    [
+        *generative.FEW,
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive if n % 3 else pytest.mark.slow)
+            for n, name in enumerate(generative.MORE)
+        ),
+    ],
 )
 def test_other_language_models_by_their_defaults(name: str) -> None:
     calls = [generative.inputs(name) for _ in range(2)]
