@@ -531,7 +531,9 @@ TUNED += [
         strategy,
         change,
         id=f"DoRA-{strategy}-{change.__name__}",
-        marks=pytest.mark.slow if strategy == QUICK else pytest.mark.exhaustive,
+        marks=pytest.mark.slow
+        if strategy == QUICK and change in MAIN_CHANGES
+        else pytest.mark.exhaustive,
     )
     for strategy in STRATEGIES
     for change in CHANGES
