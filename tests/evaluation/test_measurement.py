@@ -9,7 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -265,7 +265,7 @@ def test_a_block_is_sized_by_the_fastest_call_and_ends_in_time() -> None:
     assert {len(block) for block in found["a"].latency[1:]} == {10}
     slow = interleave({"a": lambda: 0.2}, FakeTimer(), budget_s=0)["a"]
     assert {len(block) for block in slow.latency} == {1}
-    held_up = itertools.chain([1e-3] * 4, itertools.repeat(0.03))
+    held_up = itertools.chain([1e-3] * 3, itertools.repeat(0.03))
     short = interleave({"a": lambda: next(held_up)}, FakeTimer(), budget_s=0)["a"]
     assert {len(block) for block in short.latency} == {2}
 
@@ -496,3 +496,22 @@ def test_calls_are_timed_on_the_device(device: torch.device) -> None:
     found = interleave({"mm": lambda: x @ x}, Timer(device), budget_s=0.05)["mm"]
     assert found.latencies.median > 0
     assert found.back_to_back.median > 0
+
+
+def test_a_long_call_is_not_called_again_for_the_caches() -> None:
+    for seconds, calls in ((0.01, 2), (0.2, 1)):
+        made = itertools.count(1)
+        last = 0
+
+        def call(seconds: float = seconds, made: Iterator[int] = made) -> float:
+            nonlocal last
+            last = next(made)
+            return seconds
+
+        timer = FakeTimer()
+        timer.back_to_back = lambda call, single: 0.0  # type: ignore[method-assign, misc, assignment]  # no calls
+        found = interleave({"a": call}, timer, budget_s=0, max_rounds=MIN_ROUNDS)["a"]
+        timed = sum(map(len, found.latency))
+        in_blocks = timed + (calls - 1) * MIN_ROUNDS
+        assert measurement.least_calls(seconds) == 2 + calls * MIN_ROUNDS
+        assert last - in_blocks in (2, 10), "the calls that warm it up"

@@ -145,7 +145,7 @@ def main() -> None:
 @click.option(
     "--budget",
     type=_Seconds(),
-    help="Take no longer than this: 120s or 2m; by default 60s, up to 90s for compilers.",
+    help="Take no longer than this: 120s or 2m; by default 60s, up to 120s if needed.",
 )
 @click.option(
     "--exhaustive", is_flag=True, help="Also try strategies that cannot win, with no time limit."

@@ -321,8 +321,10 @@ def interleave(
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 call = calls[name]
-                # One call for the caches that the callable before has used.
-                timer.once(call)
+                # One call for the caches that the callable before has used; a long one fills them
+                # early on.
+                if fastest[name] < MAX_BLOCK_S:
+                    timer.once(call)
                 # The fastest call so far: one that was held up says little about the others.
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
@@ -416,9 +418,14 @@ def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
     return ""
 
 
+def least_calls(call_s: float) -> int:
+    """Calls that the least rounds of a callable take, with those that warm it up."""
+    return 2 + MIN_ROUNDS * (2 if call_s < MAX_BLOCK_S else 1)
+
+
 def _warm_up(call: Call, timer: Timer) -> float:
     """Seconds of the fastest call of a warm-up that brings caches and clocks up."""
-    spent = [timer.once(call) for _ in range(3)]
+    spent = [timer.once(call) for _ in range(2)]
     while sum(spent) < WARMUP_S and len(spent) < 1000:
         spent.append(timer.once(call))
     return min(spent)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ..artifacts.tuned_module import TunedModule
 from ..evaluation.measurement import (
-    MIN_ROUNDS,
     Measurement,
     interleave_until_steady,
+    least_calls,
     unsteadiness,
     weighted,
 )
@@ -32,8 +32,6 @@ _SHARES_HERE = {
 }
 # Of finalists that are as fast as each other, the one that takes the least is built first.
 _AS_FAST = 1.03
-# Calls of each finalist that common rounds take at least, with those that warm it up.
-_LEAST_CALLS = 3 + 2 * MIN_ROUNDS
 
 
 def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
@@ -45,7 +43,7 @@ def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
 def least_rounds_s(report: Report, rows: Sequence[Row]) -> float:
     """Seconds of the least common rounds of some rows, and of verifying the choice after them."""
     medians = [row.screening.typical(report.figure).median for row in rows if row.screening]
-    return _LEAST_CALLS * sum(medians) + verify_again_s(rows)
+    return sum(least_calls(median) * median for median in medians) + verify_again_s(rows)
 
 
 def verify_again_s(rows: Sequence[Row]) -> float:

@@ -23,8 +23,9 @@ from ..strategies.registry import is_slow, kernels_of, usual
 
 # A prediction may be too low by this factor.
 _HOPE = 1.3
-# Seconds that verifying and timing take in addition to set-up.
-_BESIDE_S = 2.0
+# Seconds that verifying and timing take in addition to set-up, and calls: some verify it, at least
+# seven time it and as many eager beside it, three show its memory.
+_BESIDE_S, _CALLS_BESIDE = 2.0, 25
 # A quick set-up takes about this share of the usual time.
 _QUICK_SHARE = 0.5
 # A set-up that usually takes so many seconds is always tried.
@@ -110,7 +111,7 @@ class Search:
 
     def needs_s(self, candidate: Candidate) -> float:
         """Seconds that it usually takes to set it up, verify and time it."""
-        return self.set_up_s(candidate) + _BESIDE_S
+        return self.set_up_s(candidate) + self._beside_s
 
     def is_cheap(self, candidate: Candidate) -> bool:
         """Whether its set-up usually takes so little that it is tried in any case."""
@@ -147,7 +148,7 @@ class Search:
             return True
         # Where it goes on beside others, it holds nothing up: it may be faster than usual.
         least = self.set_up_s(candidate) * (_QUICK_SHARE if self.spare else 1.0)
-        return least + _BESIDE_S <= left_s
+        return least + self._beside_s <= left_s
 
     def _can_wait(self, candidate: Candidate) -> bool:
         """Whether what is not known yet of graphs may show that it cannot win."""
@@ -204,6 +205,12 @@ class Search:
         if self.report.objective in OF_TIME:
             return self.report.cost(row)
         return statistics.median(self.report.ratios(row) or [math.inf])
+
+    @property
+    def _beside_s(self) -> float:
+        """Seconds to verify and to time a candidate, which takes as long as eager at most."""
+        eager_s = self._seconds(EAGER)
+        return _BESIDE_S + (0.0 if eager_s == math.inf else _CALLS_BESIDE * eager_s)
 
     def _seconds(self, strategy: str) -> float:
         row = self.report.row(strategy)

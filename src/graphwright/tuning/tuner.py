@@ -53,6 +53,7 @@ from .screening import FINALISTS_SHARE, Screening, Terms
 from .search import Search
 from .selection import near_best, ranked, reason_for
 from .trial import CandidateEvaluator, status_of
+from .workers.pool import has_cores_to_spare
 
 if TYPE_CHECKING:
     from ..shapes.buckets import Buckets
@@ -67,9 +68,10 @@ SCREENING_S, _SCREENING_SHARE = 1.0, 0.02
 FINAL_S_EACH = 2.0
 # The share of the budget by which the first of them may exceed it, and seconds of the last rounds.
 _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
-# A default budget grows with what compilers need, up to so many seconds a sample. They begin after
-# so many seconds, and take so many times as long beside others.
-MOST_BUDGET_S = 90.0
+# A default budget grows with what compilers and long calls need, up to so many seconds a sample: on
+# a CPU one candidate waits for the other. Compilers begin after so many seconds, and take so many
+# times as long beside others.
+MOST_BUDGET_S = {"cpu": 120.0, "cuda": 90.0}
 _BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.6
 # Calls with objects of what was chosen, and of the model itself, before either is taken; and the
 # least where the budget is spent.
@@ -145,9 +147,9 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 60 s a sample, up to 90 s where compilers need it, and
-            for no limit where `strategies` are named, the search is `exhaustive` or the objective
-            is "cold_start".
+            reported as not tried. None for 60 s a sample, up to 120 s on a CPU and 90 s on a GPU
+            where compilers or long calls need it, and for no limit where `strategies` are named,
+            the search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
             the model: memory of the GPU for a model there, else of the host. By default most of
@@ -337,6 +339,8 @@ class Tuning:
             if tuned is not None:
                 self.cached = True
                 return tuned
+        if not has_cores_to_spare(self.asked.device):
+            self._refer(progress)  # Before workers import and the checks are compiled beside it.
         # What checks cost is timed as it will be; a compiler would disturb what is timed.
         have_checks = compiled_checks.begin()
         if self._profiled is not None:
@@ -459,7 +463,8 @@ class Tuning:
         else:
             search_s += search.one_after_the_other_s() * len(asked.calls)
         needed_s = math.ceil(search_s / (1 - FINALISTS_SHARE))
-        self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
+        most_s = MOST_BUDGET_S[asked.device.type] * len(asked.calls)
+        self._budget_s = max(self._budget_s, min(needed_s, most_s))
         terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
     def _tell_the_least(self) -> None:

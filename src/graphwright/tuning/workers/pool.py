@@ -118,6 +118,11 @@ class _Trial:
     crowded: bool
 
 
+def has_cores_to_spare(device: torch.device) -> bool:
+    """Whether imports and slow set-ups can go on beside calls on a device without slowing them."""
+    return device.type == "cuda" and cores() >= _MANY_CORES
+
+
 class WorkerPool:
     """Evaluates candidates in workers; a context manager that leaves no process behind.
 
@@ -148,7 +153,7 @@ class WorkerPool:
         self._device = device
         self._compiling = any(candidate.compiles for candidate in candidates)
         modules = [*modules_to_import(module), *(["torch._dynamo"] if self._compiling else [])]
-        self.spare = device.type == "cuda" and cores() >= _MANY_CORES
+        self.spare = has_cores_to_spare(device)
         self._at_once = max(1, cores() * 3 // 4 if self.spare else cores() // 2)
         builds = {each.without_runner.name for each in candidates if cache_of(each) == "inductor"}
         threads = max(1, cores() // max(1, min(len(builds), self._at_once)))
