@@ -123,14 +123,13 @@ def both(one: CallStatistics, other: CallStatistics) -> CallStatistics:
 
 
 class Tally:
-    """Counts of calls.
+    """Counts of calls that were not eager.
 
     Args:
         names: of the dynamic dimensions, if there are any.
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
-        self._eager: dict[str, list[int]] = {}
         self.in_parts = 0
         self.after_capture = 0
         self.audits = 0
@@ -143,15 +142,6 @@ class Tally:
         self._names = names
         self._past = 0
         self._exact: Counter[Sizes] = Counter()
-
-    @property
-    def eager(self) -> dict[str, int]:
-        """Eager calls, by reason."""
-        return {reason: count for reason, (count,) in self._eager.items() if count}
-
-    def eager_for(self, reason: str) -> list[int]:
-        """The number of eager calls for a reason, as a list of one that the caller counts up."""
-        return self._eager.setdefault(reason, [0])
 
     def forget(self, entry: CacheEntry) -> None:
         """Keep the counts of an entry that is discarded."""
@@ -171,13 +161,17 @@ class Tally:
         return self._past + sum(entry.hits for entry in ready) + sum(self.padded.values())
 
     def calls(self, ready: Iterable[CacheEntry]) -> int:
-        """How many calls there were."""
-        return self.answered(ready) + sum(self.eager.values()) + self.in_parts
+        """How many calls there were that were not eager."""
+        return self.answered(ready) + self.in_parts
 
     def statistics(
-        self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
+        self,
+        ready: Iterable[CacheEntry],
+        captures: int,
+        verdicts: Iterable[Verdicts],
+        eager: Mapping[str, int],
     ) -> CallStatistics:
-        """Everything that was counted."""
+        """Everything that was counted, eager calls by reason among it."""
         entries = list(ready)
         exact = self._exact.copy()
         for entry in entries:
@@ -198,7 +192,7 @@ class Tally:
         return CallStatistics(
             hits=self.answered(entries),
             captures=captures,
-            eager=self.eager,
+            eager=eager,
             audits=self.audits,
             graphs=len(entries),
             nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),

@@ -18,7 +18,8 @@ from ...calls.modes import opaque
 from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
 from ...calls.watch import ModuleWatch
-from ...dispatch.graphed_callable import NOT_YET, UNPAID, OnMiss
+from ...dispatch.decision import NOT_YET, UNPAID
+from ...dispatch.graphed_callable import OnMiss
 from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
 from ...graphs.capture_budget import Looks, now
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
