@@ -100,6 +100,7 @@ def test_after_many_looks_in_vain_calls_rest(clock: Any) -> None:
     assert waiting.why(None) is None
     last = postponed(waiting, signature(-1), no_room=True, unpaid=lambda: ("values", "they differ"))
     assert waiting.why(None) == dataclasses.replace(last, way="unexamined")
+    assert repr(waiting) == f"WaitingCalls(at rest: {UNPAID}, 0 refused)"
     clock.now_s += 1
     assert waiting.why(None) is None
     waiting.begin_anew()
@@ -109,6 +110,7 @@ def test_after_many_looks_in_vain_calls_rest(clock: Any) -> None:
 def test_refused_calls_are_not_looked_at_for_a_while(clock: Any) -> None:
     waiting, call = WaitingCalls(), signature(1)
     assert waiting.refused(call) is None
+    assert repr(waiting) == "WaitingCalls(looking, 0 refused)"
     missed = Miss(UNCAPTURED, "It reads a value.", after_capture=True)
     refused = waiting.refuse(call, 0.001, missed)
     assert waiting.refused(signature(1)) is refused
@@ -171,6 +173,7 @@ def test_calls_are_counted_by_reason() -> None:
     fallback.count(GRADIENTS)
     assert fallback.eager == {CLOSED: 3, GRADIENTS: 1}
     assert fallback.total == 4
+    assert repr(fallback) == f"Fallback(on_miss='eager', {fallback.eager}, last=None)"
 
 
 def test_a_call_is_refused_where_that_is_asked_for() -> None:

@@ -43,6 +43,7 @@ from .graph_cache import CacheEntry, GraphCache
 from .graphed_callable import (
     MAX_QUICK,
     GraphedCallable,
+    SizesAnswered,
     UncapturedCall,
     compare,
     name_of,
@@ -542,6 +543,11 @@ class BucketedCallable(GraphedCallable):
         return PaddingError(
             f"{name_of(self.fn)} may not be padded to a bucket: {why}.", remedy=remedy
         )
+
+    def sizes(self) -> SizesAnswered:
+        """The sizes that calls are padded to."""
+        mine = self._selector
+        return SizesAnswered(mine.buckets, mine.dimensions.shapes, mine.dimensions.pad)
 
     def _options(self) -> dict[str, Any]:
         mine = self._selector

@@ -48,6 +48,9 @@ class Fallback:
         self._counts: dict[str, list[int]] = {}
         self._told: set[str] = set()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on_miss={self.on_miss!r}, {self.eager}, last={self.last!r})"
+
     @property
     def eager(self) -> dict[str, int]:
         """Eager calls, by reason."""

@@ -87,6 +87,7 @@ from .statistics import CallStatistics, Tally, both, explained, summary, to_html
 from .waiting import Refused, WaitingCalls
 
 if TYPE_CHECKING:
+    from ..shapes.buckets import Buckets
     from ..shapes.verdicts import Verdicts
 
 OnMiss = Literal["capture", "eager", "error"]
@@ -929,7 +930,14 @@ class GraphedCallable(FunctionStandIn):
         )
 
     def __repr__(self) -> str:
-        return f"GraphedCallable({name_of(self.fn)}, {summary(self.statistics)})"
+        shown = [name_of(self.fn), summary(self.statistics)]
+        if self._closed:
+            shown.append("closed")
+        elif self._parts is not None and self._parts.used:
+            shown.append("in parts")
+        elif self._waiting.looks.rests:
+            shown.append("at rest")
+        return f"GraphedCallable({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
         return to_html(type(self).__name__, name_of(self.fn), self.statistics)
@@ -946,6 +954,14 @@ class GraphedCallable(FunctionStandIn):
         if latest._fallback.last is not None:
             lines.append(f"last call without a graph: {latest._fallback.last}")
         return "\n".join(lines)
+
+    def reference(self) -> Callable[..., Any]:
+        """What computes the same without graphs: the function or module."""
+        return self.fn
+
+    def sizes(self) -> SizesAnswered | None:
+        """The sizes that calls are padded to; None where each call is answered at its own."""
+        return None
 
     def graph_for(self, args: Args, kwargs: Kwargs) -> CapturedCall | None:
         """The graph that answers a call now, without padding; None if none does."""
@@ -1065,6 +1081,15 @@ class _OfPart(GraphedCallable):
             return True
         graphs = [entry.graph for entry in self._entries.ready() if entry.hits]
         return any(graph is not None and graph.node_count >= nodes for graph in graphs)
+
+
+@dataclass(frozen=True)
+class SizesAnswered:
+    """The sizes that calls are padded to; as for `graph()`."""
+
+    buckets: Buckets
+    dynamic_shapes: Any
+    pad: Any
 
 
 @dataclass(frozen=True)

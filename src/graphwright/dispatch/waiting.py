@@ -45,6 +45,10 @@ class WaitingCalls:
         self._seen: dict[Any, None] = {}
         self.begin_anew()
 
+    def __repr__(self) -> str:
+        rests = f"at rest: {self._resting.category}" if self.looks.rests else "looking"
+        return f"{type(self).__name__}({rests}, {len(self._refused)} refused)"
+
     def begin_anew(self) -> None:
         """Forget which calls have had no graph, but for those that were refused."""
         self.looks = Looks()
