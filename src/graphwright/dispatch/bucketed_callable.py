@@ -48,7 +48,6 @@ from .graphed_callable import (
     compare,
     name_of,
 )
-from .statistics import Tally
 
 # Failed proofs after which a family of calls stays eager.
 _MAX_FAILURES = 3
@@ -114,7 +113,7 @@ class BucketedCallable(GraphedCallable):
                 f"There are {len(buckets.points)} buckets, and max_graphs is {most}.",
                 remedy="Raise max_graphs, or take fewer buckets.",
             )
-        self._tally = Tally(buckets.names)
+        self._tally.names = buckets.names
         self._recent_bucket: CacheEntry | None = None
         # What answers calls with objects, by all of these but their tensors; or why nothing does.
         self._with_objects: dict[Any, _OfTensors | SignatureError] = {}

@@ -37,37 +37,28 @@ class Fallback:
 
     Attributes:
         on_miss: what is done with a call that nothing answers; "error" refuses it.
+        count: counts an eager call by its reason.
         last: why the last one had no answer.
     """
 
-    def __init__(self, words: Callable[[], Words] | None, on_miss: str) -> None:
-        """`words`: makes them when they are needed; with None nobody is told of anything."""
+    def __init__(
+        self, words: Callable[[], Words] | None, on_miss: str, count: Callable[[str], object]
+    ) -> None:
+        """Nothing has fallen back yet.
+
+        Args:
+            words: makes them when they are needed; with None nobody is told of anything.
+            on_miss: as the attribute.
+            count: counts an eager call by its reason.
+        """
         self.on_miss = on_miss
+        self.count = count
         self.last: str | None = None
         self._words = words
-        self._counts: dict[str, list[int]] = {}
         self._told: set[str] = set()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(on_miss={self.on_miss!r}, {self.eager}, last={self.last!r})"
-
-    @property
-    def eager(self) -> dict[str, int]:
-        """Eager calls, by reason."""
-        return {reason: count for reason, (count,) in self._counts.items() if count}
-
-    @property
-    def total(self) -> int:
-        """How many calls were eager."""
-        return sum(count for (count,) in list(self._counts.values()))
-
-    def counter(self, category: str) -> list[int]:
-        """The number of eager calls for a reason, as a list of one that the caller counts up."""
-        return self._counts.setdefault(category, [0])
-
-    def count(self, category: str) -> None:
-        """Count an eager call."""
-        self.counter(category)[0] += 1
+        return f"{type(self).__name__}(on_miss={self.on_miss!r}, last={self.last!r})"
 
     def refuse(self, reason: str) -> None:
         """Raise SignatureError for a call that nothing answers, if that is asked for."""

@@ -206,7 +206,7 @@ class GraphedCallable(FunctionStandIn):
 
     def _make_fallback(self) -> Fallback:
         """What becomes of calls that no graph answers."""
-        return Fallback(functools.partial(_words, self.fn), self.on_miss)
+        return Fallback(functools.partial(_words, self.fn), self.on_miss, self._tally.count_eager)
 
     def _begin_anew(self) -> None:
         """Forget which calls have had no graph."""
@@ -624,7 +624,7 @@ class GraphedCallable(FunctionStandIn):
             kinds, or of others in the pool, and may have its one free graph.
         """
         turn = self.pool._budget.turn_of(self)
-        mine = self._tally.calls(self._entries.ready()) + self._fallback.total
+        mine = self._tally.calls(self._entries.ready())
         seen = call.state.sighted(call.signature, call.grad, (mine, turn))
         # What grows with each call comes back with each text: as many graphs as it has calls.
         grows = self._changes_shape(call.signature)
@@ -659,7 +659,7 @@ class GraphedCallable(FunctionStandIn):
         """A function that answers calls as `_missed` does, until the next look is due."""
         # Local names are found faster than attributes.
         count, until_s, clock = (
-            self._fallback.counter(category),
+            self._tally.eager_for(category),
             self._waiting.looks.until_s,
             capture_budget.CLOCK,
         )
@@ -915,7 +915,6 @@ class GraphedCallable(FunctionStandIn):
             [entry for cache in caches for entry in cache.ready()],
             sum(cache.captures for cache in caches),
             [proof for cache in caches for proof in cache.verdicts()],
-            self._fallback.eager,
         )
         if self._carrying.counted is not None:
             found = both(found, replace(self._carrying.counted, graphs=0, nbytes=0))
@@ -1060,7 +1059,7 @@ class _OfPart(GraphedCallable):
     """
 
     def _make_fallback(self) -> Fallback:
-        return Fallback(None, self.on_miss)
+        return Fallback(None, self.on_miss, self._tally.count_eager)
 
     def _before_capture(self) -> None:
         assert isinstance(self.fn, nn.Module)

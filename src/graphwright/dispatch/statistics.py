@@ -123,13 +123,15 @@ def both(one: CallStatistics, other: CallStatistics) -> CallStatistics:
 
 
 class Tally:
-    """Counts of calls that were not eager.
+    """Counts of calls.
 
     Args:
         names: of the dynamic dimensions, if there are any.
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.names = names
+        self._eager: dict[str, list[int]] = {}
         self.in_parts = 0
         self.after_capture = 0
         self.audits = 0
@@ -139,9 +141,21 @@ class Tally:
         self.proof_s = 0.0
         self.padded: Counter[tuple[Sizes, Sizes]] = Counter()  # by bucket and sizes
         self.elsewhere: Counter[Sizes] = Counter()  # calls that no bucket answered, by sizes
-        self._names = names
         self._past = 0
         self._exact: Counter[Sizes] = Counter()
+
+    @property
+    def eager(self) -> dict[str, int]:
+        """Eager calls, by reason."""
+        return {reason: count for reason, (count,) in self._eager.items() if count}
+
+    def eager_for(self, reason: str) -> list[int]:
+        """The number of eager calls for a reason, as a list of one that the caller counts up."""
+        return self._eager.setdefault(reason, [0])
+
+    def count_eager(self, reason: str) -> None:
+        """Count an eager call."""
+        self.eager_for(reason)[0] += 1
 
     def forget(self, entry: CacheEntry) -> None:
         """Keep the counts of an entry that is discarded."""
@@ -161,17 +175,13 @@ class Tally:
         return self._past + sum(entry.hits for entry in ready) + sum(self.padded.values())
 
     def calls(self, ready: Iterable[CacheEntry]) -> int:
-        """How many calls there were that were not eager."""
-        return self.answered(ready) + self.in_parts
+        """How many calls there were."""
+        return self.answered(ready) + sum(self.eager.values()) + self.in_parts
 
     def statistics(
-        self,
-        ready: Iterable[CacheEntry],
-        captures: int,
-        verdicts: Iterable[Verdicts],
-        eager: Mapping[str, int],
+        self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
     ) -> CallStatistics:
-        """Everything that was counted, eager calls by reason among it."""
+        """Everything that was counted."""
         entries = list(ready)
         exact = self._exact.copy()
         for entry in entries:
@@ -192,13 +202,13 @@ class Tally:
         return CallStatistics(
             hits=self.answered(entries),
             captures=captures,
-            eager=eager,
+            eager=self.eager,
             audits=self.audits,
             graphs=len(entries),
             nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),
             padded=padded,
             split=sum(self.split.values()),
-            sizes=SizesSeen(self._names, dict(+seen)) if self._names else None,
+            sizes=SizesSeen(self.names, dict(+seen)) if self.names else None,
             buckets={bucket: _of(bucket, held[bucket]) for bucket in sorted(held)},
             waste=_waste(held),
             proof_runs=self.proof_runs + sum(proof.runs for proof in proofs),
