@@ -25,6 +25,7 @@ from ..calls.signature import CallSignature, Range, RangedSignature, inside_tran
 from ..calls.split import Args, Kwargs, tensors_of
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
+from ..dispatch.decision import CAPTURED, CHANGED, GRADIENTS, TRANSFORMED
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError, warn_of_fallback
 from ..graphs.composition import (
@@ -48,10 +49,7 @@ from .padded_calls import OTHER_KIND, PaddedCalls
 from .proved_forms import ProvedForms
 
 # Reasons why a call falls back to the module, as `TunedModule.calls` counts them.
-GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
-TRANSFORMED = "it is traced or transformed"
-CAPTURED = "it is captured"
-CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
+NOTHING_TUNED, OTHER, NO_BUCKET = "nothing tuned", "another signature", "no bucket"
 # Of these the caller knows, whatever was tuned.
 _INTENDED = (GRADIENTS, TRANSFORMED, CAPTURED)
 # Where eager was chosen, so many of the first calls are looked at, and then one in so many.

@@ -437,7 +437,7 @@ class BucketedCallable(GraphedCallable):
         return result
 
     def _refuse_miss(self, missed: Miss) -> None:
-        if missed.category == PADDING and self.on_miss == "error":
+        if missed.category == PADDING:
             raise self._padding_error(missed.reason)
         super()._refuse_miss(missed)
 

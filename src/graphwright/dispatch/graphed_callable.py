@@ -138,6 +138,7 @@ class GraphedCallable(FunctionStandIn):
     Attributes:
         fn: the function or module.
         pool: the memory that the graphs live in.
+        on_miss: what is done with a call that has no graph.
     """
 
     # Whether objects among the arguments are taken apart.
@@ -170,6 +171,7 @@ class GraphedCallable(FunctionStandIn):
         self.fn = fn
         self._owns_pool = pool is None
         self.pool = MemoryPool() if pool is None else pool
+        self.on_miss = on_miss
         self._given = GraphOptions(outputs, on_miss, max_graphs, audit, breaks, checks)
         self._audit_every = audit
         self._tally = Tally()
@@ -212,11 +214,6 @@ class GraphedCallable(FunctionStandIn):
         """Forget which calls have had no graph."""
         self._waiting.begin_anew()
         self._rest = None
-
-    @property
-    def on_miss(self) -> OnMiss:
-        """What is done with a call that has no graph."""
-        return self._given.on_miss
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -396,7 +393,9 @@ class GraphedCallable(FunctionStandIn):
         transformed = inside_func() if captured else inside_transform()
         missed = shut(
             transformed=transformed,
-            wants_grad=not transformed and self._wants_grad(args, kwargs),
+            wants_grad=torch.is_grad_enabled()
+            and not transformed
+            and self._is_for_training(args, kwargs),
             closed=self._closed,
             captured=captured,
         )
@@ -413,11 +412,9 @@ class GraphedCallable(FunctionStandIn):
             return self._missed(found, args, kwargs)
         return self._answer_uncaptured(found)
 
-    def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a call is for training."""
-        return torch.is_grad_enabled() and (
-            require_grad(args, kwargs) or self._entries.in_training()
-        )
+    def _is_for_training(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call wants gradients, if these are on."""
+        return require_grad(args, kwargs) or self._entries.in_training()
 
     def _decide(
         self, args: Args, kwargs: Kwargs, refused: Refused | None, entered: float
@@ -606,7 +603,7 @@ class GraphedCallable(FunctionStandIn):
 
         if payoff is None or self.on_miss != "capture" or not _TIMED:
             return other()
-        if self._wants_grad(args, kwargs):
+        if torch.is_grad_enabled() and self._is_for_training(args, kwargs):
             return other()
         result, _ = payoff.call(lambda: self._run_eagerly(_BESIDE_CARRIED, args, kwargs), other)
         if not payoff.pays:
@@ -750,7 +747,8 @@ class GraphedCallable(FunctionStandIn):
             fallback.tell(category, reason)
             with self._entries.turns.calling():
                 return self.fn(*args, **kwargs)
-        self._refuse_miss(missed)
+        if self.on_miss == "error":
+            self._refuse_miss(missed)
         parts = self._parts_for(category)
         as_called = missed.way == "unexamined"
         run = functools.partial(self._run_detached, args, kwargs, as_called=as_called)
@@ -765,7 +763,7 @@ class GraphedCallable(FunctionStandIn):
         return result
 
     def _refuse_miss(self, missed: Miss) -> None:
-        """Raise SignatureError for a call that no graph answers, if that is asked for."""
+        """Raise the error of a call that no graph answers."""
         self._fallback.refuse(missed.reason)
 
     def _parts_for(self, category: str) -> GraphedParts | None:

@@ -155,7 +155,7 @@ class Tally:
 
     def count_eager(self, reason: str) -> None:
         """Count an eager call."""
-        self.eager_for(reason)[0] += 1
+        self._eager.setdefault(reason, [0])[0] += 1
 
     def forget(self, entry: CacheEntry) -> None:
         """Keep the counts of an entry that is discarded."""
