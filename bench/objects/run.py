@@ -229,7 +229,7 @@ def static_step(name: str, device: torch.device, rounds: int) -> Row:
                 graph.replay()
 
             ways["raw"] = raw
-        # Several steps at a time, as a loop makes them: eager before one would leave its caches cold.
+        # Several at a time, as a loop makes them: after a step of eager the caches are cold.
         blocks = {name: functools.partial(_repeated, way) for name, way in ways.items()}
         found = times(in_turns(blocks, rounds), STEPS)
     row: Row = {"right": right, "times": found}
