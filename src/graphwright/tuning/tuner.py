@@ -111,7 +111,7 @@ def tune(
     background: bool = False,
     profile: bool = False,
 ) -> TunedModule:
-    """Benchmark every available backend for a model, verify each, and return the fastest.
+    """Benchmark the strategies that usually pay off, verify each, and return the fastest.
 
     The winner answers calls like the sample's (same shapes, dtypes, devices, plain values). Any
     other call falls back to the model itself and is counted. Eager always competes, so the result
