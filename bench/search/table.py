@@ -258,7 +258,10 @@ def to_markdown(result: Result) -> str:
     if result["passed_over"]:
         count = counted(len(result["passed_over"]), "model")
         lines += [f"Skipped: {count} that the benchmark could not build or call, and why:", ""]
-        lines += [f"- {name}: {why}" for name, why in sorted(result["passed_over"].items())]
+        lines += [
+            f"- {name}: {why.removeprefix('Unusable: ')}"
+            for name, why in sorted(result["passed_over"].items())
+        ]
         lines += [""]
     curves = [curve for name, m in result["models"].items() for curve in _curve(name, m)]
     return "\n".join([*lines, *([_CURVES, ""] if curves else []), *curves])
