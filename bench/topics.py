@@ -43,6 +43,7 @@ from .profile.run import GRAPH as PLAIN_GRAPH
 from .profile.run import NEAR, RANGES, beside
 from .profile.run import to_markdown as profile_to_markdown
 from .refused.run import to_markdown as refused_to_markdown
+from .search.large import to_markdown as large_to_markdown
 from .search.table import DEFAULT, figure
 from .search.table import to_markdown as search_to_markdown
 from .serving.replicas import to_markdown as replicas_to_markdown
@@ -646,7 +647,8 @@ TOPICS = (
         "benchmark: ten models, five named strategies.)",
         ["search", "first-run"],
         {
-            "search*": _unnamed(search_to_markdown),
+            "search-h*": _unnamed(search_to_markdown),
+            "search-large*": _unnamed(large_to_markdown),
             "first-run*": _unnamed(first_run_to_markdown),
         },
         _search,

@@ -41,7 +41,7 @@ ROUNDS, IMAGES, STEPS, TURNS = 30, 20, 50, 21
 REFUSED, SLOWER, DECODING = 3, 1.03, 1.1
 # What a captured step with a static cache may take over its raw graph; how long these caches are,
 # and how many steps are timed together.
-OVER_RAW_S, LENGTH, STEPS = 1e-4, 64, 10
+OVER_RAW_S, LENGTH, TOGETHER = 1e-4, 64, 10
 DETECTION = (
     "fasterrcnn_resnet50_fpn",
     "maskrcnn_resnet50_fpn",
@@ -231,7 +231,7 @@ def static_step(name: str, device: torch.device, rounds: int) -> Row:
             ways["raw"] = raw
         # Several at a time, as a loop makes them: after a step of eager the caches are cold.
         blocks = {name: functools.partial(_repeated, way) for name, way in ways.items()}
-        found = times(in_turns(blocks, rounds), STEPS)
+        found = times(in_turns(blocks, rounds), TOGETHER)
     row: Row = {"right": right, "times": found}
     if "raw" in found:
         row["over_raw_s"] = found["by hand"]["median"] - found["raw"]["median"]
@@ -239,7 +239,7 @@ def static_step(name: str, device: torch.device, rounds: int) -> Row:
 
 
 def _repeated(step: Callable[[], None]) -> None:
-    for _ in range(STEPS):
+    for _ in range(TOGETHER):
         step()
 
 
