@@ -17,7 +17,8 @@ from ..calls.modules import FunctionModule
 from ..calls.options import device_problem, flag_problem, names_checked, refuse
 from ..calls.split import Args, Kwargs
 from ..errors import CaptureError
-from .captured_call import CapturedCall, Outputs, device_of
+from .call_spec import device_of
+from .captured_call import CapturedCall, Outputs
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
 from .inspection.origins import Observer, Origins, observing

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..calls.leaves import SCALARS, describe
-from ..calls.modes import OperationMode, compilers_off
+from ..calls.modes import compilers_off
 from ..calls.objects import apart
 from ..calls.operations import tensors
 from ..calls.places import MISSING, Place, kind_of
 from ..errors import CaptureError, first_line, user_frame
-from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
+from .comparison import Comparison, WithoutDropout, check_same_result, rounding_of
 from .conditions import questions
 from .host_draws import OTHER_SEED, Draw, UsesOf, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
@@ -34,26 +33,19 @@ from .python_state import PythonState, StateChanges
 from .random_state import put_seed, put_state
 from .reads import Read, Reads
 from .recorder import Allocate, Recorder
-from .static_tensors import StaticInputs, hosts_among, refuse_results
+from .segments.tree import SegmentTree
+from .static_tensors import StaticInputs, hosts_among
 from .transaction import let_go
-
-# Arguments that are the chance of a dropout, and the value that drops nothing, by operation; other
-# operations have `dropout_p`.
-_KEEP_ALL = {
-    "native_dropout": ("p", 0.0),
-    "bernoulli_": ("p", 1.0),
-    "bernoulli": ("p", 1.0),
-    "_cudnn_rnn": ("dropout", 0.0),
-    "_cudnn_rnn_backward": ("dropout", 0.0),
-}
 
 _ON_DEVICE = (
     "Pass it on the device, and let the call compute with it there; or pass its values as plain "
     "numbers, each of which gets a graph of its own."
 )
 
-# Plans another way to record a call; returns the bytes of each memory segment that this takes.
-Fallback = Callable[[Sequence[torch.Generator], Sequence[Draw]], tuple[int, ...]]
+# Divides a call into segments; with them, the bytes of each memory segment that they take.
+Fallback = Callable[
+    [Sequence[torch.Generator], Sequence[Draw]], tuple[SegmentTree, tuple[int, ...]]
+]
 
 
 class RunsOtherwise(BaseException):
@@ -80,6 +72,7 @@ class Warmed:
         looks_in_eager: whether libraries read values in eager mode and run fewer operations then,
             but read none in a capture.
         read: what operations took from outside; only until it is known who watches it.
+        tree: the segments that the call was divided into; None for one graph.
     """
 
     mutated: tuple[int, ...]
@@ -91,7 +84,8 @@ class Warmed:
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
     looks_in_eager: bool = False
-    read: list[Read] = field(default_factory=list)
+    read: Sequence[Read] = ()
+    tree: SegmentTree | None = None
 
 
 def warm(
@@ -244,10 +238,11 @@ def warm(
             journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
         del inputs
 
+        tree: SegmentTree | None = None
         segments: tuple[int, ...] = ()
         if rehearse:
             with generator_kept(draws):
-                segments = _segments_needed(
+                tree, segments = _rehearsed(
                     work, sample, recorder, journal, generators, draws, fallback, hosts
                 )
             python_state.check()
@@ -265,11 +260,12 @@ def warm(
         segments=segments,
         contributors=journal.largest(),
         looks_in_eager=looks,
-        read=read,
+        read=tuple(read),
+        tree=tree,
     )
 
 
-def _segments_needed(
+def _rehearsed(
     work: Callable[[StaticInputs], Any],
     sample: Sequence[Any],
     recorder: Recorder,
@@ -278,8 +274,8 @@ def _segments_needed(
     draws: Sequence[Draw],
     fallback: Fallback | None,
     outside: Container[int],
-) -> tuple[int, ...]:
-    """Rehearse the recording; returns the bytes of each memory segment that it takes.
+) -> tuple[SegmentTree | None, tuple[int, ...]]:
+    """Rehearse the recording: the segments that take its place, and the memory that it takes.
 
     Args:
         work: runs the call on static inputs.
@@ -302,7 +298,7 @@ def _segments_needed(
                 return fallback(generators, draws)
     prepare = functools.partial(StaticInputs, sample)
     try:
-        return recorder.rehearse(prepare, work, generators)
+        return None, recorder.rehearse(prepare, work, generators)
     except Exception as error:
         short_of_memory = isinstance(error, torch.OutOfMemoryError)
         capturing = isinstance(error, RuntimeError | CaptureError) and not short_of_memory
@@ -633,31 +629,6 @@ def _ordinary_allocator(device: torch.device) -> Allocate:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-class WithoutDropout(OperationMode):
-    """Runs operations without dropout, for comparisons.
-
-    Two attention kernels drop different elements with the same random numbers, so their results can
-    only be compared where they drop none.
-    """
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that keeps all elements."""
-        for index, name, chance in _chances(func):
-            if index < len(args):
-                args = (*args[:index], chance, *args[index + 1 :])
-            elif name in kwargs:
-                kwargs[name] = chance
-        return func(*args, **kwargs)
-
-
-@functools.cache
-def _chances(func: Any) -> list[tuple[int, str, float]]:
-    """The dropout arguments of an operation: position, name, and the value that drops nothing."""
-    name, chance = _KEEP_ALL.get(func._opname, ("dropout_p", 0.0))
-    arguments = enumerate(func._schema.arguments)
-    return [(i, name, chance) for i, a in arguments if a.name == name]
-
-
 def run_in_pretended_capture(work: Callable[[StaticInputs], Any], inputs: StaticInputs) -> Any:
     """Run work that pretends to be captured; an error is its own doing, since it ran without."""
     try:
@@ -671,74 +642,3 @@ def run_in_pretended_capture(work: Callable[[StaticInputs], Any], inputs: Static
             where=user_frame(error),
             remedy="It asks torch.cuda.is_current_stream_capturing(), and takes another way.",
         ) from error
-
-
-class Comparison:
-    """Compares the results of a run that pretends to be captured with those of a plain one."""
-
-    def keep(self, result: Any) -> Any:
-        """Copy what a later run is compared with.
-
-        Raises:
-            CaptureError: a result is nothing that a graph could give again.
-        """
-        refuse_results(result)
-        return [
-            leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in pytree.tree_leaves(result)
-        ]
-
-    def check(self, result: Any, kept: Any, dtypes: Iterable[torch.dtype]) -> None:
-        """Raise CaptureError if the two differ by more than rounding.
-
-        Args:
-            result: what the work returned.
-            kept: what `keep` kept of eager's result.
-            dtypes: those that the work computed in.
-        """
-        check_same_result(result, kept, rounding_of(dtypes))
-
-    def compare(self, kept: Any, eager: Any, dtypes: Iterable[torch.dtype]) -> None:
-        """As `check`, for what `keep` kept of both runs."""
-        check_same_result(kept, eager, rounding_of(dtypes))
-
-
-def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """The relative error that rounding in the coarsest of some dtypes may cause."""
-    return max((ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-
-
-def check_same_result(result: Any, eager: Sequence[Any], rounding: float = 0.0) -> None:
-    """Refuse work that computes something else while a capture seems to be under way.
-
-    Args:
-        result: what it returns then.
-        eager: the leaves of what it returns otherwise.
-        rounding: relative error that is always allowed; coarser dtypes are allowed more.
-    """
-    mine = pytree.tree_leaves(result)
-    alike = len(mine) == len(eager)
-    for a, b in zip(mine, eager, strict=False):
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            plain = isinstance(a, SCALARS) and isinstance(b, SCALARS)
-            same_kind = isinstance(a, torch.Tensor) is isinstance(b, torch.Tensor)
-            alike = alike and same_kind and (a is None) is (b is None)
-            alike = alike and (not plain or describe(a) == describe(b))
-            continue
-        alike = alike and a.shape == b.shape and a.dtype == b.dtype
-        if alike and a.numel():
-            error, _ = error_of(a, b, b)
-            real = a.dtype.to_real() if a.dtype.is_complex else a.dtype
-            alike = error.rms <= max(rounding, ROUNDING.get(real, OTHER_ROUNDING))
-            alike = alike and torch.equal(special_values(a), special_values(b))
-    if not alike:
-        raise different_result()
-
-
-def different_result() -> CaptureError:
-    """The error for work that computes something else while a capture seems to be under way."""
-    return CaptureError(
-        "The call computes something else when it is told that a capture is under way.",
-        remedy="It asks torch.cuda.is_current_stream_capturing(), and so does transformers for "
-        "attention masks: try attn_implementation='eager', or pass the mask explicitly.",
-    )

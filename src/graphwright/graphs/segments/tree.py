@@ -24,7 +24,14 @@ from ..host_draws import Draw, draw_others, is_foreign, repeat
 from ..memory import MemoryPool, format_bytes
 from ..reads import Read, Reads
 from ..recorder import Interrupted, Recorder
-from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy
+from ..static_tensors import (
+    CopyPlan,
+    Finish,
+    StaticInputs,
+    StaticOutputs,
+    byte_view,
+    copy,
+)
 from ..transaction import let_go, transaction
 from .observation import ObservingTracer
 from .recording import RecordingTracer
@@ -45,21 +52,6 @@ Work = Callable[[StaticInputs], Any]
 MakeRoom = Callable[[], bool]
 # The effects of a run that raised, as a tree; None if it had none.
 Unfinished = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class CopyPlan:
-    """How a call's arguments are copied in, and whether its results are copied out.
-
-    Attributes:
-        sources: positions of the arguments that are copied in as bytes.
-        by_element: positions of those that are copied in element by element.
-        fresh: whether the caller gets new tensors, not the graph's own.
-    """
-
-    sources: Sequence[int]
-    by_element: Sequence[int]
-    fresh: bool
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from ...calls.split import Args, Kwargs, flatten
 from ...calls.watch import ModuleWatch
 from ...calls.weights import refuse_weights
 from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
-from ...graphs.captured_call import device_of, name_of
+from ...graphs.call_spec import device_of, name_of
 from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
@@ -279,7 +280,7 @@ class CapturedPair(Graph):
         if read:
             watch = ModuleWatch(self._owner, values=False, training=True)
             explain(read, watch, self._parts, self._device)
-        warmed.read.clear()
+        self._warmed = replace(warmed, read=())
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
         recorder = self.pool._recorder_for(self._device)
