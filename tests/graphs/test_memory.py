@@ -13,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphwright as gw
-from graphwright.graphs import warmup
+from graphwright.graphs import observed_runs
 from graphwright.graphs.cpu.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
 from graphwright.graphs.memory import format_bytes, parse_bytes
 
@@ -113,7 +113,7 @@ def test_a_graph_keeps_none_of_the_copies_that_warm_up_ran_on(
         copies.append(StorageWeakRef(memory.untyped_storage()))
         return memory
 
-    monkeypatch.setattr(warmup, "_ordinary_allocator", lambda device: noted)
+    monkeypatch.setattr(observed_runs, "_ordinary_allocator", lambda device: noted)
     graph = gw.capture(model(device), rows(device, 8))
     assert len(copies) >= 2
     assert all(copy.expired() for copy in copies)

@@ -17,7 +17,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.calls import objects, split
 from graphwright.dispatch import carried_state
-from graphwright.graphs import call_spec, captured_call, effects, static_tensors, warmup
+from graphwright.graphs import call_spec, captured_call, effects, observed_runs, static_tensors
 
 
 @dataclasses.dataclass
@@ -274,7 +274,7 @@ def pair_of(make: Any, device: torch.device) -> tuple[Any, Any]:
 
 
 def calls_are_not_tried_without_what_they_set(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(warmup._ObservedRuns, "find_written", lambda *given: None)
+    patch.setattr(observed_runs.ObservedRuns, "find_written", lambda *given: None)
 
 
 @hazard(21, objects_stay_static)
