@@ -32,7 +32,14 @@ import graphwright as gw
 from graphwright.calls import leaves, signature, watch
 from graphwright.dispatch import graphed_callable
 from graphwright.dispatch.graphed_callable import GraphedCallable
-from graphwright.graphs import call_work, captured_call, python_state, static_tensors, transaction
+from graphwright.graphs import (
+    call_work,
+    captured_call,
+    memory,
+    python_state,
+    static_tensors,
+    transaction,
+)
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import graph as graph_module
 from graphwright.graphs.captured_call import CapturedCall
@@ -245,7 +252,8 @@ def pools_end_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gw.MemoryPool, "_sweep", lambda self: None)
+    for module in (memory, graph_module, transaction):
+        patch.setattr(module, "sweep", lambda pool: None)
 
 
 def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:

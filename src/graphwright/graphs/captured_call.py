@@ -37,12 +37,24 @@ from .inspection.node import Node
 from .inspection.origins import Observer, Origins, observing
 from .journal import Copies, Journal
 from .marks import mark, wanted
-from .memory import MemoryPool, MemoryPrediction, pool_of_one_graph, pool_problem
+from .memory import (
+    Admission,
+    MemoryPool,
+    MemoryPrediction,
+    make_room,
+    pool_of_one_graph,
+    pool_problem,
+    predict,
+    recorder_for,
+    recording_in,
+    retire,
+    shared_bytes,
+)
 from .python_state import PythonState
 from .random_state import put_state
 from .reads import Read, explain
 from .recorded import Recorded, record_call
-from .recorder import Interrupted, Recording
+from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
 from .segments.tree import SegmentTree
@@ -367,7 +379,7 @@ class CapturedCall(Graph):
             CaptureError: it raises; its error is the cause.
         """
         with self._twin(leaves) as twin:
-            recorder = twin.pool._recorder_for(self.device)
+            recorder = recorder_for(twin.pool, self.device)
             inputs = StaticInputs(twin._sample, functools.partial(_ordinary, self.device))
             journal = Journal()
             with twin._transaction(GraphState.WARMING):
@@ -398,7 +410,7 @@ class CapturedCall(Graph):
             leaves: of the arguments.
             outside: memory from outside that the call is known to write to.
         """
-        with self.pool._lock, torch.no_grad():
+        with self._lock, torch.no_grad():
             recorded = self.recorded
             if recorded.results is None:
                 copies = clone_leaves(leaves)
@@ -419,7 +431,7 @@ class CapturedCall(Graph):
 
     def replay_sample(self) -> None:
         """Replay on what the static inputs hold; what that changes outside is put back."""
-        with self.pool._lock, torch.no_grad():
+        with self._lock, torch.no_grad():
             recording, warmed = self._ready(), self._warmed
             assert warmed is not None
             recording.order()
@@ -550,7 +562,7 @@ class CapturedCall(Graph):
             self.check_overlap(leaves)
             if recorded.tree is not None:
                 return self._run_segments(recorded.tree, leaves, call, finish)
-        with self.pool._lock:
+        with self._lock:
             if self._recorded is not recorded or THREAD.depth:
                 recorded = self.recorded
             recorded.recording.order()
@@ -577,7 +589,7 @@ class CapturedCall(Graph):
         finish: Finish | None,
     ) -> Any:
         """Run the call in segments, or eagerly where these were given up."""
-        with self.pool._lock:
+        with self._lock:
             self._ready().order()
             tree.check_frozen()
             if tree.given_up is None:
@@ -591,7 +603,7 @@ class CapturedCall(Graph):
                             leaves,
                             finish,
                             self.work,
-                            functools.partial(self.pool._evict_one, self),
+                            functools.partial(make_room, self.pool, self),
                             self.work.effects_so_far,
                             self._has_moved,
                         )
@@ -655,7 +667,7 @@ class CapturedCall(Graph):
         if not (recorded.is_simple and recorded.copies.fresh):
             return None
         # The function holds none of the graph's memory: the graph may be closed at any time.
-        lock, slots, single = self.pool._lock, tuple(recorded.sources), recorded.results.single
+        lock, slots, single = self._lock, tuple(recorded.sources), recorded.results.single
         everything = slots == tuple(range(len(self.signature.leaves)))
         empty_like, thread, sends = torch.empty_like, THREAD, recorded.sends
         del recorded
@@ -754,8 +766,8 @@ class CapturedCall(Graph):
 
     def _warm(self, *, rehearse: bool) -> Warmed:
         spec, mode = self.spec, self._mode
-        with self.pool._lock:
-            recorder = self.pool._recorder_for(spec.device)
+        with self._lock:
+            recorder = recorder_for(self.pool, spec.device)
             self._warmed = None
             whole = not spec.may_divide or mode is CaptureMode.EAGER
             with (
@@ -793,15 +805,14 @@ class CapturedCall(Graph):
         """Divide the call into segments; with them, the bytes of each memory segment they take."""
         known = [p for p in self.work.known if not any(map(p.same_as, self.places))]
         tree = SegmentTree(self.spec.module, self.pool, self.device, [*known, *self.places])
-        recorder = self.pool._recorder_for(self.device)
+        recorder = recorder_for(self.pool, self.device)
         return tree, tree.plan(self.work, self._sample, recorder, generators, draws)
 
     @property
     def prediction(self) -> MemoryPrediction:
         """The memory that capturing the warm call will take, with the pool as it is now."""
         assert self._warmed is not None
-        segments = self._warmed.segments
-        return MemoryPrediction(self.pool._predicted(segments), segments, self._warmed.contributors)
+        return predict(self.pool, self._warmed.segments, self._warmed.contributors)
 
     def record(self, *, share_inputs: bool = False) -> None:
         """Record the warm call in the pool.
@@ -814,10 +825,10 @@ class CapturedCall(Graph):
             MemoryBudgetExceeded: the graph does not fit under the pool's limit.
             CaptureError: the call cannot be captured.
         """
-        with self.pool._lock:
-            try:
+        try:
+            with recording_in(self.pool, self, self.device) as admission:
                 try:
-                    self._admit_and_record(share_inputs)
+                    self._record(admission, share_inputs)
                 except (Busy, Interrupted):
                     raise
                 except GraphwrightError as error:
@@ -825,45 +836,38 @@ class CapturedCall(Graph):
                         raise
                     let_go(error)
                     self._forget()
-                    self.pool._sweep()
                     self._mode = CaptureMode.CAPTURED  # One graph does, too.
                     self.warm()
-                    self._admit_and_record(share_inputs)
-            except BaseException as error:
-                self._retire()
-                let_go(error)
-                self.pool._sweep()
-                raise
-            self._sample = []
-            if self._planned is not None:
-                self._planned.drop_script()
-            self.state = GraphState.READY
-            self.work.answers = True
-            self.pool._add(self)
+                    self._record(admission, share_inputs)
+                self._sample = []
+                if self._planned is not None:
+                    self._planned.drop_script()
+                self.work.answers = True
+                self.state = GraphState.READY
+        except BaseException as error:
+            let_go(error)
+            raise
         self.parts.warn()
 
-    def _admit_and_record(self, share_inputs: bool) -> None:
-        """Make room for the graph, and record it."""
-        prediction = self.prediction
+    def _record(self, admission: Admission, share_inputs: bool) -> None:
+        """Record the call, if there is room for it."""
         if self.has_effects and not self.spec.fresh:
             raise CaptureError(
                 "The call changes or returns objects that it is given, or sets attributes: "
                 "these would hold tensors that the next replay overwrites.",
                 remedy="Leave outputs='static' out.",
             )
-        self.pool._admit(self, prediction)
-        held = self.pool.reserved
-        self._record(prediction, share_inputs)
-        while self.pool._over_limit(held):
-            # The prediction was too low: it knows nothing of fragmentation.
+        prediction = self.prediction
+        admission.admit(prediction)
+        self._record_once(admission.recorder, prediction, share_inputs)
+        while not admission.fits():
             self._forget()
-            self.pool._sweep()
-            if not self.pool._evict_one(self):
-                raise self.pool._exceeded(self, prediction)
-            self._record(prediction, share_inputs)
+            admission.make_room()
+            self._record_once(admission.recorder, prediction, share_inputs)
 
-    def _record(self, prediction: MemoryPrediction, share_inputs: bool) -> None:
-        recorder = self.pool._recorder_for(self.device)
+    def _record_once(
+        self, recorder: Recorder, prediction: MemoryPrediction, share_inputs: bool
+    ) -> None:
         warmed = self._warmed
         assert warmed is not None
         before = recorder.reserved
@@ -873,12 +877,12 @@ class CapturedCall(Graph):
             generator_kept(warmed.draws),
             answering_as_eager(self._mode.as_eager),
         ):
-            allocate = self.pool._shared_bytes() if share_inputs else recorder.allocate
+            allocate = shared_bytes(self.pool) if share_inputs else recorder.allocate
             recorded = record_call(
                 self.spec, self._sample, warmed, self.work, recorder, allocate, self._results_of
             )
             self._held = [self.spec.fn, warmed.external]
-            self._set_recording(recorded.recording, before, prediction.nbytes)
+            self._take(recorded.recording, before, prediction.nbytes)
             self._recorded = recorded
         self._watch = watch = self._new_watch()
         self._explain_reads(warmed.read, watch)
@@ -944,7 +948,7 @@ class CapturedCall(Graph):
         """Drop what was recorded; the call can be recorded again."""
         recording, self._recording = self._recording, None
         if recording is not None:
-            self.pool._retire(recording)
+            retire(self.pool, recording)
         if self._planned is not None:
             self._planned.forget()
         self._recorded = self._watch = self.work.reach = None

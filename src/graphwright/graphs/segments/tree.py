@@ -21,7 +21,7 @@ from ...calls.places import Place, emptied
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..host_draws import Draw, draw_others, is_foreign, repeat
-from ..memory import MemoryPool, format_bytes
+from ..memory import MemoryPool, format_bytes, note_growth, predict, recorder_for, retire
 from ..reads import Read, Reads
 from ..recorder import Interrupted, Recorder
 from ..static_tensors import (
@@ -265,7 +265,7 @@ class SegmentTree:
     @property
     def recorder(self) -> Recorder:
         """What records the call."""
-        return self._pool._recorder_for(self._device)
+        return recorder_for(self._pool, self._device)
 
     def _check_limits(self, more: int) -> None:
         if self._segments + more > MAX_SEGMENTS:
@@ -501,8 +501,7 @@ class SegmentTree:
             for made in path.nodes:
                 made.hits = 1
             self._add_path(path.nodes, path.external, path.frozen)
-            self._pool._update_high_water()
-            if self._pool._over_limit(before):
+            if not note_growth(self._pool, before):
                 self._make_room((), make_room)
         except GraphwrightError as error:
             self.given_up = _without_traceback(error)
@@ -516,7 +515,7 @@ class SegmentTree:
         limit = self._pool.limit
         assert limit is not None
         alone = sum(segments) > limit
-        while self._pool.reserved + self._pool._predicted(segments) > limit:
+        while self._pool.reserved + predict(self._pool, segments).nbytes > limit:
             if alone or not make_room():
                 raise CaptureError(
                     f"With another path, the call takes more than the pool's limit of "
@@ -543,7 +542,7 @@ class SegmentTree:
         for node in [] if root is None else list(root.below()):
             recording = node.take_recording()
             if recording is not None and node is not root:  # The root's belongs to the graph.
-                self._pool._retire(recording)
+                retire(self._pool, recording)
 
 
 class NewPath:

@@ -18,7 +18,7 @@ from ...graphs.as_eager import CaptureMode
 from ...graphs.captured_call import CapturedCall
 from ...graphs.comparison import Comparison, different_result, rounding_of
 from ...graphs.journal import Copies, users_of
-from ...graphs.memory import MemoryPool, MemoryPrediction
+from ...graphs.memory import MemoryPool, MemoryPrediction, recorder_for
 from ...graphs.reads import Read, explain
 from .body import Body, Grads, Usage, set_grads
 from .components import StepModule, hooks_of
@@ -221,7 +221,7 @@ class CapturedStep(CapturedCall):
             super().record(share_inputs=share_inputs)
         else:
             # Other graphs must not use the memory that this one's gradients lie in.
-            with self.pool._recorder_for(self.device).apart():
+            with recorder_for(self.pool, self.device).apart():
                 super().record()
         self._watch = self._new_watch()
         if self.parts.watches:
