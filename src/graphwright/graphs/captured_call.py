@@ -599,7 +599,7 @@ class CapturedCall(Graph):
                     marked = mark(self.name) if wanted() else contextlib.nullcontext()
                     told = answering_as_eager(self._mode.as_eager)
                     with self.parts.joining(), marked, told:
-                        made = tree.answer(
+                        made, read = tree.answer(
                             leaves,
                             finish,
                             self.work,
@@ -612,10 +612,11 @@ class CapturedCall(Graph):
                     if not pure:
                         raise
                 else:
-                    if tree.went_on:
+                    if read is not None:
+                        self._explain_path(tree, read)
                         self._update_from_tree(tree)
-                    if tree.went_on and isinstance(made, Outcome):
-                        made.counted = [(p, p.value()) for p in self.places if p.counts]
+                        if isinstance(made, Outcome):
+                            made.counted = [(p, p.value()) for p in self.places if p.counts]
                     return made
         self.was_eager = True
         args, kwargs = self.spec.arguments(leaves) if call is None else call
@@ -632,8 +633,6 @@ class CapturedCall(Graph):
 
     def _update_from_tree(self, tree: SegmentTree) -> None:
         """Take over what a new path through the segments may need."""
-        if tree.read:
-            self._explain_path(tree)
         self.has_effects = self.work.has_effects
         self.mutates = self.mutates or tree.mutates
         self.random = self.random or tree.random
@@ -917,13 +916,14 @@ class CapturedCall(Graph):
         if not self.spec.trusted:
             explain(read, watch, self.parts, self.device)
 
-    def _explain_path(self, tree: SegmentTree) -> None:
+    def _explain_path(self, tree: SegmentTree, read: Sequence[Read]) -> None:
         """The same for a new path through the segments; give them up where nobody could watch."""
-        read, tree.read = tree.read, []
-        watched = {storage._cdata for storage in self._watch.memory} if self._watch else set()
+        watch = self._watch
+        if not read or watch is None or self.spec.trusted:
+            return
         try:
-            if self._watch is not None and not self.spec.trusted:
-                explain(read, self._watch, self.parts, self.device, watched)
+            watched = {storage._cdata for storage in watch.memory}
+            explain(read, watch, self.parts, self.device, watched)
         except CaptureError as error:
             let_go(error)
             tree.given_up = CaptureError(error.what, where=error.where, remedy=error.remedy)
