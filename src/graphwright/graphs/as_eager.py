@@ -38,17 +38,16 @@ class CaptureMode(enum.Enum):
         CAPTURED: that one is.
         EAGER: that none is; one graph of what eager code runs.
         LOOKING: that none is; segments between what libraries read there.
+        as_eager: whether they are told that none is.
     """
 
-    UNDECIDED = enum.auto()
-    CAPTURED = enum.auto()
-    EAGER = enum.auto()
-    LOOKING = enum.auto()
+    UNDECIDED = "undecided", False
+    CAPTURED = "captured", False
+    EAGER = "eager", True
+    LOOKING = "looking", True
 
-    @property
-    def as_eager(self) -> bool:
-        """Whether libraries are told that none is."""
-        return self in (CaptureMode.EAGER, CaptureMode.LOOKING)
+    def __init__(self, name: str, as_eager: bool) -> None:
+        self.as_eager = as_eager
 
 
 class Twin(Protocol):

@@ -460,7 +460,9 @@ class CapturedCall(Graph):
     @property
     def given_up(self) -> CaptureError | None:
         """Why calls now run eagerly, if they do."""
-        return None if self._planned is None else self._planned.given_up
+        # Asked at every call: without `_planned`, which is a call of its own.
+        tree = None if self._warmed is None else self._warmed.tree
+        return None if tree is None else tree.given_up
 
     def replay(self) -> None:
         """As `Graph.replay`, for a graph that is not in segments."""
