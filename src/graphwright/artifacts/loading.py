@@ -46,9 +46,10 @@ from ..report.result import EAGER
 from ..strategies.base import Built, Candidate, Loader
 from ..strategies.registry import LOSSY, parse_candidates
 from . import container, evidence, object_calls, padding_plans
+from .fallback import Absent, OnMiss
 from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
-from .tuned_module import Absent, Apart, OnMiss, Origin, TunedModule, assemble, put_together
+from .tuned_module import Apart, Origin, TunedModule, assemble, put_together
 
 _AS_SAVED = "as it was saved"
 

@@ -30,7 +30,8 @@ from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from ..strategies.registry import LOSSY, is_ours, parse_candidates, savable_form
-from .tuned_module import Absent, Origin, TunedModule
+from .fallback import Absent
+from .tuned_module import Origin, TunedModule, choice_of
 
 # Up to this factor the form of the choice that can be saved is as good as the choice.
 _AS_GOOD = 1.03
@@ -103,7 +104,7 @@ def substitutes(tuned: TunedModule, origin: Origin, failures: list[str]) -> Iter
         origin: what it was made of.
         failures: gets the reason of each candidate that fails.
     """
-    module, report = tuned._choice.module, tuned.report
+    module, report = choice_of(tuned).module, tuned.report
     if isinstance(module, Absent):
         return
     builder = _Builder(module, origin)
