@@ -518,8 +518,7 @@ def assemble(
     if watch is None and origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
         watch = _watch_of(module, builts, audit, checks)
     if watch is not None and checks == "full":
-        for depends in filter(None, (built.depends for built in builts)):
-            watch.join(depends)
+        _join_what_they_read(watch, builts)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
         calls = [eager_without_grad(module, same_under_no_grad)] * len(builts)
@@ -555,6 +554,11 @@ def _watch_of(
     compiled_checks.offer()
     copies = any(built.holds_weights for built in builts)
     return ModuleWatch(module, values=copies, audit=audit, checks=checks)
+
+
+def _join_what_they_read(watch: ModuleWatch, builts: Sequence[Built]) -> None:
+    for depends in filter(None, (built.depends for built in builts)):
+        watch.join(depends)
 
 
 def _shortcuts(
