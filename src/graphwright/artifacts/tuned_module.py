@@ -18,7 +18,7 @@ from ..calls.objects import detached
 from ..calls.plurals import counted
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import CallSignature, Range, RangedSignature, inside_transform
-from ..calls.split import Args, Kwargs, tensors_of
+from ..calls.split import Args, Kwargs, require_grad
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
@@ -346,7 +346,7 @@ class TunedModule(ModuleProxy):
         if torch.is_grad_enabled() and (
             in_training(choice.module)
             or (choice.watch is None and any_in_training(choice.module))
-            or _wants_grad(args, kwargs)
+            or require_grad(args, kwargs)
         ):
             return self._with_gradients(args, kwargs)
         tuned, way, kind = None, "tuned", OTHER if choice.entries.table else NOTHING_TUNED
@@ -399,7 +399,7 @@ class TunedModule(ModuleProxy):
 
     def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
         return torch.is_grad_enabled() and (
-            any_in_training(self._choice.module) or _wants_grad(args, kwargs)
+            any_in_training(self._choice.module) or require_grad(args, kwargs)
         )
 
     def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
@@ -666,13 +666,3 @@ def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[
         return detached(module(*args, **kwargs))
 
     return call
-
-
-def _wants_grad(args: Args, kwargs: Kwargs) -> bool:
-    for value in (*args, *kwargs.values()):
-        if type(value) is torch.Tensor:
-            if value.requires_grad:
-                return True
-        elif any(tensor.requires_grad for tensor in tensors_of(value)):
-            return True
-    return False

@@ -38,7 +38,7 @@ from ..calls.options import (
 )
 from ..calls.plurals import counted
 from ..calls.signature import CallSignature, inside_transform, quick_key
-from ..calls.split import Args, Kwargs
+from ..calls.split import Args, Kwargs, require_grad
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (
@@ -61,7 +61,7 @@ from ..graphs.taken_apart import (
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, progress_shown
-from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
+from .pass_manager import PASSES, Fused, Region, fused_call, passes_named
 from .passes.base import Pass
 from .tracing import global_hooks
 
@@ -391,7 +391,7 @@ class FusedModule(ModuleProxy):
 
     def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
         return torch.is_grad_enabled() and (
-            in_training(self._fusion.module) or wants_grad(args, kwargs)
+            in_training(self._fusion.module) or require_grad(args, kwargs)
         )
 
     def _outdated(self) -> str | None:

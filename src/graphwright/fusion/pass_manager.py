@@ -723,8 +723,3 @@ def _part(module: nn.Module, signature: CallSignature, call: Callable[..., Any])
 
     vars(part)["forward"] = forward
     return part
-
-
-def wants_grad(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a tensor among a call's arguments requires grad."""
-    return any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
