@@ -8,10 +8,10 @@
 The calls are answered by what was captured for them on the CPU recorder, which stands for a
 device: what is below it is left out. With another version's sources in PYTHONPATH it tells of that.
 
-Files are those of graphwright that a call has entered when the recorder begins, and the recorder's.
-A climb is a call into a file that waits for the calling one, such as a callback. Frames are those
-of graphwright's functions, of generated ones too, until the call returns; checks are made in
-Python. Comprehensions do not count, since newer versions of Python make no frames of them.
+Files are those of graphwright that a call has entered when the recorder begins, and the
+recorder's. A climb is a call into a file that waits for the calling one, such as a callback. Frames
+are those of graphwright's functions, of generated ones too, until the call returns; checks are made
+in Python. Comprehensions do not count, since newer versions of Python make no frames of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CallPath:
     """The way of one call.
 
     Attributes:
-        files: that it has entered when the recorder begins, in their order, the recorder's too.
+        files: that it has entered when the recorder begins, in their order.
         climbs: calls into a file that waits for the calling one: from which, and to which.
         frames: of Python functions until it returns.
         recorded: whether the recorder has run.
@@ -61,6 +61,11 @@ class CallPath:
     frames: int = 0
     recorded: bool = False
 
+    @property
+    def depth(self) -> int | None:
+        """How many files it passes, the recorder's too; None if there is none below."""
+        return len(self.files) + 1 if self.recorded else None
+
 
 def path_of(call: Callable[[], object]) -> CallPath:
     """The way of a call that was made before."""
@@ -68,22 +73,22 @@ def path_of(call: Callable[[], object]) -> CallPath:
 
     def look(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or code.co_name in _COMPREHENSIONS:
+        generated = code.co_filename.startswith("<")
+        ours = generated or code.co_filename.startswith(SOURCE)
+        if event != "call" or not ours or code.co_name in _COMPREHENSIONS:
             return
-        stack = _files_of(frame)
-        if stack is None or any(file.startswith(RECORDER) for file in stack[1:]):
+        files = _files_of(frame)
+        if not files or any(file.startswith(RECORDER) for file in files[1 - generated :]):
             return
-        file = stack[0]
+        file = files[0]
         if file.startswith(RECORDER):
-            if not found.recorded:
-                found.files.append(RECORDER)
             found.recorded = True
             return
         found.frames += 1
-        if not found.recorded and file not in found.files and not file.startswith("<"):
+        if not found.recorded and file not in found.files:
             found.files.append(file)
-        if len(stack) > 1 and file != stack[1] and file in stack[1:]:
-            found.climbs.append((stack[1], file))
+        if not generated and len(files) > 1 and file != files[1] and file in files[1:]:
+            found.climbs.append((files[1], file))
 
     sys.setprofile(look)
     try:
@@ -93,17 +98,14 @@ def path_of(call: Callable[[], object]) -> CallPath:
     return found
 
 
-def _files_of(frame: FrameType) -> list[str] | None:
-    """The files of a frame and of those that wait for it; None if the first is none of ours."""
+def _files_of(frame: FrameType) -> list[str]:
+    """Our files of a frame and of those that wait for it; generated code has none."""
     files: list[str] = []
     at: FrameType | None = frame
     while at is not None:
         name = at.f_code.co_filename
-        ours = name.startswith(SOURCE) or name.startswith("<")
-        if ours:
+        if name.startswith(SOURCE):
             files.append(name.removeprefix(SOURCE))
-        elif at is frame:
-            return None
         at = at.f_back
     return files
 
@@ -128,7 +130,7 @@ def calls() -> dict[str, Callable[[], object]]:
         "graph(buckets=), a bucket's size": lambda: quiet_call(quiet, buckets, x),
         "graph(buckets=), padded": lambda: quiet_call(quiet, buckets, less),
         "fuse()": lambda: quiet_call(quiet, fused, x),
-        "tune(), fused": lambda: quiet_call(quiet, tuned, x),
+        "tune(), fused+graph": lambda: quiet_call(quiet, tuned, x),
         "make_graphed_callables()": lambda: trained(x),
     }
 
@@ -140,13 +142,13 @@ def quiet_call(quiet: Any, function: Callable[..., Any], x: torch.Tensor) -> Any
 
 
 def _tuned(model: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
-    """What tune() gives where `fused` is chosen."""
-    (candidate,) = parse_candidates(["fused"], ())
+    """What tune() gives where `fused+graph` is chosen, as it is on GPUs."""
+    (candidate,) = parse_candidates(["fused+graph"], ())
     report = gw.tune(model, (x,), strategies=["eager"], isolate=False, remember=False).report
     return assemble(
         model,
         dataclasses.replace(report, chosen=candidate.name),
-        [CallSignature.of((x,), {}, lasts=True)],
+        [CallSignature.of((x,), {})],
         Origin(candidate, [candidate.build(model, (x,), {})], (), x.device),
         pure=True,
         same_under_no_grad=True,
@@ -168,7 +170,7 @@ def table(found: dict[str, CallPath]) -> str:
     lines = ["| a call that is answered by | files down to the recorder | climbs | frames |"]
     lines += ["|---|---:|---:|---:|"]
     for name, path in found.items():
-        files = str(len(path.files)) if path.recorded else "–"
+        files = "–" if path.depth is None else str(path.depth)
         lines.append(f"| `{name}` | {files} | {len(path.climbs)} | {path.frames} |")
     return "\n".join(lines)
 
