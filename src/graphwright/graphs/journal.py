@@ -195,8 +195,9 @@ class Journal(OperationMode):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.read(tensor)
                 continue
-            if not packed(tensor):
-                self._refuse_layout(func, tensor)
+            if packed(tensor):
+                continue
+            self._refuse_layout(func, tensor)
         if func._opname == "set_":
             for value in args:
                 # cuDNN's RNNs take the memory of all their weights as one storage.

@@ -105,13 +105,13 @@ class Reads:
             if is_made(value) or self._is_constant(func, value) or self._is_saved(value):
                 return None
             return id(value)
-        if not isinstance(value, torch.ScriptObject):
-            return None
-        key = _identity(value)
-        if key in self._found or key in self._objects:
-            return None
-        named = str(value._type().qualified_name())
-        return None if named.startswith(_WITHOUT_TENSORS) else key
+        if isinstance(value, torch.ScriptObject):
+            key = _identity(value)
+            if key in self._found or key in self._objects:
+                return None
+            named = str(value._type().qualified_name())
+            return None if named.startswith(_WITHOUT_TENSORS) else key
+        return None
 
     def after(self, result: Any, is_made: Callable[[torch.Tensor], bool]) -> None:
         """Note views of memory from outside, and objects, that an operation gave."""
