@@ -58,7 +58,7 @@ def test_the_plan_has_every_pair_ten_times() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "outer"), PAIRS[1::3])
+@pytest.mark.parametrize(("inner", "outer"), PAIRS[1::6])
 def test_a_composition_does_what_eager_does(inner: str, outer: str, device: torch.device) -> None:
     done = sum(search(s, turn_of(s), examples_of(s) // 3, device) for s in PLAN[inner, outer])
     assert done >= 4
@@ -103,7 +103,7 @@ def test_calls_by_name_and_with_objects_do_what_eager_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "outer"), PAIRS[2::3])
+@pytest.mark.parametrize(("inner", "outer"), PAIRS[2::6])
 def test_a_composition_called_by_name_does_what_eager_does(
     inner: str, outer: str, device: torch.device
 ) -> None:
@@ -234,9 +234,9 @@ def steps_are_not_looked_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def time_for(name: str) -> pytest.MarkDecorator:
-    """CI has none for the bug that takes a minute and a half to find."""
+    """CI has some for every other bug, and none for one that takes a minute and a half to find."""
     long = name == the_audit_of_weights_is_left_out.__name__
-    return pytest.mark.exhaustive if long else pytest.mark.slow
+    return pytest.mark.exhaustive if long or [*PLANTED].index(name) % 2 else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=time_for(name)) for name in PLANTED])

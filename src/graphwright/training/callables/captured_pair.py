@@ -14,7 +14,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,12 +22,11 @@ from torch import nn
 from ...calls.binding import sees_order
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
-from ...calls.plurals import counted
 from ...calls.signature import CallSignature
 from ...calls.split import Args, Kwargs, flatten
 from ...calls.watch import ModuleWatch
 from ...calls.weights import refuse_weights
-from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
+from ...errors import CaptureError, GraphwrightError, SignatureError
 from ...graphs.call_spec import device_of, name_of
 from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
@@ -54,30 +53,12 @@ from .activations import Activations, Lease, Replay
 from .forward_backward import Passes
 from .outputs import Outputs
 from .pair_recorder import PairRecorder
+from .set_limit import Refusal, SetLimit
 
 # Pools, by id, in which a pair is being captured.
 BUSY: set[int] = set()
 # How often a recording is tried that other threads interrupt.
 _ATTEMPTS = 5
-
-
-class Refusal(NamedTuple):
-    """Why a forward that finds all sets of activations waiting gets no other one.
-
-    Attributes:
-        reason: as it is counted.
-        advice: what happened and what to do, in sentences.
-    """
-
-    reason: str
-    advice: str
-
-
-_IN_BACKWARD = Refusal(
-    "in a backward, where no activation set is added",
-    "it is called in a backward while all activation sets wait for their backwards, and none is "
-    "added there. Have as many forwards wait outside of a backward once.",
-)
 
 
 class CapturedPair(Graph):
@@ -124,11 +105,7 @@ class CapturedPair(Graph):
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
         self._sets: list[Activations] = []
-        self._most_sets = sets
-        # How often all sets were found waiting since a cycle of garbage was last the cause.
-        self._found_waiting = 0
-        # Why the last try to add a set failed, and the pool's version then if room might help.
-        self._refused: tuple[Refusal, int | None] | None = None
+        self._limit = SetLimit(sets)
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
         self._device = device_of(args, kwargs, owner, pool)
@@ -141,7 +118,7 @@ class CapturedPair(Graph):
             )
         # What it reads beside what its module reaches.
         self._parts = Parts()
-        named = owner._function if isinstance(owner, FunctionModule) else owner
+        named = owner.function_of() if isinstance(owner, FunctionModule) else owner
         super().__init__(pool, name_of(named, self._sample))
         self._owner = owner
         self._runs = warmup
@@ -315,19 +292,7 @@ class CapturedPair(Graph):
 
     def why_no_more_sets(self) -> Refusal | None:
         """Why no set may be added now; None if one may."""
-        count = len(self._sets)
-        if count >= self._most_sets:
-            return Refusal(
-                "all activation sets wait for their backwards",
-                f"{counted(count, 'other call')} will still run backward. Give "
-                f"make_graphed_callables() activation_sets={count + 1} or more, call backward() "
-                "before, or let go of the outputs that need none.",
-            )
-        if torch._C._current_graph_task_id() != -1:
-            return _IN_BACKWARD
-        if self._refused is not None and self._refused[1] in (None, self.pool._version):
-            return self._refused[0]
-        return None
+        return self._limit.why_not(len(self._sets), self.pool._version)
 
     def reserve_garbage(self) -> Lease | None:
         """A set that waits only since a cycle holds outputs that were dropped.
@@ -335,14 +300,12 @@ class CapturedPair(Graph):
         To collect garbage takes long. It is worth it before a set is added; where none may be, it
         is tried ever more rarely.
         """
-        self._found_waiting += 1
-        seldom = self._found_waiting & (self._found_waiting - 1) == 0
-        if not seldom and self.why_no_more_sets() is not None:
+        if not self._limit.is_worth_a_look() and self.why_no_more_sets() is not None:
             return None
         gc.collect()
         lease = self.reserve()
         if lease is not None:
-            self._found_waiting = 0
+            self._limit.found_garbage()
         return lease
 
     def add_set(self, args: Args, kwargs: Kwargs) -> None:
@@ -363,12 +326,7 @@ class CapturedPair(Graph):
 
     def refuse_sets(self, error: GraphwrightError) -> Refusal:
         """Add no set from now on, since that has failed; try again if there may be more room."""
-        room = isinstance(error, MemoryBudgetExceeded)
-        what = "does not fit under the pool's limit" if room else "could not be captured"
-        reason = f"another activation set {what}"
-        refusal = Refusal(reason, f"all of them wait for their backwards, and {reason}. {error}")
-        self._refused = refusal, self.pool._version if room else None
-        return refusal
+        return self._limit.refuse(error, self.pool._version)
 
     def _add_set(self, sample: Sequence[Any]) -> None:
         assert self._warmed is not None
