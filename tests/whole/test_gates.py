@@ -23,7 +23,7 @@ import graphwright as gw
 from graphwright.calls.host_generators import HostGenerators
 from graphwright.errors import CaptureError
 from graphwright.graphs import warmup
-from graphwright.graphs.captured_call import signature_of
+from graphwright.graphs.call_spec import signature_of
 from graphwright.graphs.conditions import as_captured
 from graphwright.graphs.effects import GivenObjects, Unrepeatable
 from graphwright.training.callables.captured_pair import BUSY

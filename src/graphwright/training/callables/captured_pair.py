@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,22 @@ from ...calls.split import Args, Kwargs, flatten
 from ...calls.watch import ModuleWatch
 from ...calls.weights import refuse_weights
 from ...errors import CaptureError, GraphwrightError, SignatureError
-from ...graphs.captured_call import device_of, name_of
+from ...graphs.call_spec import device_of, name_of
 from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
-from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
+from ...graphs.memory import (
+    GraphMemory,
+    MemoryPool,
+    MemoryPrediction,
+    exceeded,
+    note_growth,
+    predict,
+    recorder_for,
+    recording_in,
+    retire,
+    sweep,
+)
 from ...graphs.python_state import PythonState, place_of
 from ...graphs.reads import Read, explain
 from ...graphs.recorder import Interrupted
@@ -196,13 +208,13 @@ class CapturedPair(Graph):
         Raises:
             CaptureError: it cannot be captured.
         """
-        with self.pool._lock:
+        with self._lock:
             self.state = GraphState.WARMING
             self._warmed = self._warm(self._sample)
 
     def _warm(self, sample: Sequence[Any]) -> Warmed:
         refuse_hooks_for_saved_tensors()
-        recorder = self.pool._recorder_for(self._device)
+        recorder = recorder_for(self.pool, self._device)
         with self._transaction() as undo:
             names = self._passes.names
             warmed = warm(self._passes.both, sample, recorder, undo, self._runs, names=names)
@@ -219,30 +231,24 @@ class CapturedPair(Graph):
         """
         warmed = self._warmed
         assert warmed is not None
-        with self.pool._lock:
-            predicted = self.pool._predicted(warmed.segments)
-            prediction = MemoryPrediction(predicted, warmed.segments, warmed.contributors)
-            try:
-                self.pool._admit(self, prediction)
-                recorder = self.pool._recorder_for(self._device)
-                before = recorder.reserved
+        try:
+            with recording_in(self.pool, self, self._device) as admission:
+                prediction = predict(self.pool, warmed.segments, warmed.contributors)
+                admission.admit(prediction)
                 self.state = GraphState.CAPTURING
                 self._sets.append(self._record_set(self._sample, warmed))
-                if self.pool._over_limit(before):
-                    raise self.pool._exceeded(self, prediction)
+                if not admission.fits():
+                    raise admission.exceeded()
                 self._explain_reads(warmed)
-            except BaseException as error:
-                self._retire()
-                let_go(error)
-                self.pool._sweep()
-                raise
-            forward = self._sets[0].forward
-            assert forward is not None
-            self._held = [warmed.external]
-            self._set_recording(forward, before, predicted)
-            self._sample = []
-            self.state = GraphState.READY
-            self.pool._add(self)
+                forward = self._sets[0].forward
+                assert forward is not None
+                self._held = [warmed.external]
+                self._take(forward, admission.before, prediction.nbytes)
+                self._sample = []
+                self.state = GraphState.READY
+        except BaseException as error:
+            let_go(error)
+            raise
 
     def _explain_reads(self, warmed: Warmed) -> None:
         """Have what the call reads from outside be watched, as `reads.explain`."""
@@ -258,10 +264,10 @@ class CapturedPair(Graph):
         if read:
             watch = ModuleWatch(self._owner, values=False, training=True)
             explain(read, watch, self._parts, self._device)
-        warmed.read.clear()
+        self._warmed = replace(warmed, read=())
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
-        recorder = self.pool._recorder_for(self._device)
+        recorder = recorder_for(self.pool, self._device)
         pair_recorder = PairRecorder(self._passes, warmed, recorder, self.pool)
         recorder.order()  # A replay may still use the memory of the inputs.
         with self._transaction():
@@ -333,7 +339,7 @@ class CapturedPair(Graph):
         pool._trim()
         before = pool.reserved
         if pool.limit is not None and before + needed > pool.limit:
-            raise pool._exceeded(self, prediction)
+            raise exceeded(pool, self, prediction)
         made = None
         try:
             # As thoroughly as for the first one: this may be another thread.
@@ -341,19 +347,18 @@ class CapturedPair(Graph):
             made = self._record_set(sample, warmed)
             self._passes.refuse_others_than(trained)
             self._ready()
-            if pool._over_limit(before):
-                raise pool._exceeded(self, prediction)
+            if not note_growth(pool, before):
+                raise exceeded(pool, self, prediction)
         except BaseException as error:
             for recording in [] if made is None else made.recordings():
-                pool._retire(recording)
+                retire(pool, recording)
             let_go(error)
             del made
-            pool._sweep()
+            sweep(pool)
             pool._trim()
             raise
         self._sets.append(made)
         self._held.append(warmed.external)
-        pool._update_high_water()
         known = self.memory
         self.memory = GraphMemory(
             self.name, known.nbytes + pool.reserved - before, known.predicted + needed
@@ -363,7 +368,7 @@ class CapturedPair(Graph):
 
     def reserve(self) -> Lease | None:
         """A free set of activations for the next forward; None if there is none."""
-        with self.pool._lock:
+        with self._lock:
             for chosen in self._sets:
                 if chosen.free:
                     lease = Lease(self, chosen)
@@ -397,7 +402,7 @@ class CapturedPair(Graph):
         self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]
     ) -> tuple[list[torch.Tensor], Lease, Sequence[torch.Tensor]]:
         """Run a forward; `answer` gets its results, and how the caller's are made of them."""
-        with self.pool._lock:
+        with self._lock:
             self._ready()
             chosen = lease.activations
             plan = chosen.outputs
@@ -424,7 +429,7 @@ class CapturedPair(Graph):
         self._recording = None
         for chosen in self._sets:
             for recording in chosen.recordings():
-                self.pool._retire(recording)
+                retire(self.pool, recording)
         self._sets = []
         self._held = []
         self._passes.forget()
