@@ -43,14 +43,14 @@ _TARGETS = (
     f"every model has a figure, and so has the exhaustive search of {COMPARED} models",
     f"the median search takes at most {MEDIAN_S:.0f} s, the longest at most {LONGEST_S:.0f} s",
     f"a call of the winner takes at most {_LIMIT} longer than a call of each of PyTorch's own "
-    "methods; on the reference models, a search with `objective=\"throughput\"` finds a winner for "
+    "methods; on the reference models, a search with `objective='throughput'` finds a winner for "
     "which this holds for calls that are issued back to back",
     f"a call of the winner takes at most {_LIMIT} longer than a call of the exhaustive search's "
     "winner; one model may miss this, but none takes over "
     f"{100 * (NEVER_BEYOND - 1):.0f} % plus {1e6 * EXTRA_S:.0f} µs longer",
-    "a call of the winner of a search of 30 s takes at most "
-    f"{100 * (SHORT_BEYOND - 1):.0f} % plus {1e6 * EXTRA_S:.0f} µs longer than that; two models "
-    "may miss this",
+    "a call of the winner of a search with a budget of 30 s takes at most "
+    f"{100 * (SHORT_BEYOND - 1):.0f} % plus {1e6 * EXTRA_S:.0f} µs longer than a call of the "
+    "exhaustive search's winner; two models may miss this",
     f"by geometric means, the winner is at least {OVER_EAGER:g} times as fast as eager; compared "
     f"with reduce-overhead, it is at least {OVER_REDUCED[0]:g} times as fast on the reference "
     f"models, and {OVER_REDUCED[1]:g} times on the others",
@@ -59,9 +59,9 @@ _TARGETS = (
 )
 _CURVES = (
     "How each search went: the best strategy so far, how many times as fast as eager it was, and "
-    "when that was known. These factors were measured during the search, at different moments. Those "
-    "that follow from the table were measured afterwards, in turns, and can be quite different. The "
-    "last entry need not be the winner: finalists are timed again."
+    "when that was known. These factors were measured during the search, at different moments. "
+    "Those that follow from the table were measured afterwards, in turns, and can be quite "
+    "different. The last entry need not be the winner: finalists are timed again."
 )
 Models = dict[str, Result]
 
