@@ -229,7 +229,7 @@ def test_other_calls_with_objects_go_to_the_model(
         model.first.weight.mul_(2)
         its.first.weight.mul_(2)
         same_as_eager(tuned, its, x, cache_on(device))
-    assert tuned.calls["tuned"] == 1 + (not tuned._choice.copies)
+    assert tuned.calls["tuned"] == 1 + (not tuned._choice.watch.values)
     assert sum(tuned.calls.values()) == 5
     assert "strategy: torchscript" in tuned.explain()
 

@@ -30,7 +30,7 @@ from graphwright.calls.watch import ModuleWatch
 from graphwright.dispatch import fast_path, graphed_callable
 from graphwright.dispatch.graph_cache import GraphCache
 from graphwright.dispatch.graphed_callable import GraphedCallable
-from graphwright.graphs import captured_call
+from graphwright.graphs import call_spec
 from graphwright.training.step.captured_step import CapturedStep
 
 PLAN = plan()
@@ -135,7 +135,7 @@ def test_keyword_arguments_that_are_sorted_are_found_out(
 
     shapes = [s for each in PLAN.values() for s in each if s.outer in ("graph", "capture")]
     shapes = [s for s in shapes if "compiled" not in vars(s).values()]
-    for module in (signature, captured_call):
+    for module in (signature, call_spec):
         monkeypatch.setattr(module, "flatten", sorting)
     found = (is_wrong(c, device) for s in shapes for c in drawn(s, turn_of(s), 2, named=True))
     assert any(itertools.islice(found, 40))

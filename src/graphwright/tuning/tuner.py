@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.tuned_module import Apart, OnMiss, Origin, TunedModule, assemble, put_together
+from ..artifacts.fallback import OnMiss
+from ..artifacts.tuned_module import Apart, Origin, TunedModule, assemble, put_together
 from ..calls.dependencies import Dependencies
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.host_generators import generators_kept
