@@ -363,7 +363,7 @@ class FusedModule(ModuleProxy):
         fusion.calls["fused"] += 1
         found[1].answered += 1
         with torch.no_grad():
-            return found[1].call(*args, **found[0].in_order(kwargs))
+            return found[1].call(*args, **(found[0].in_order(kwargs) if kwargs else kwargs))
 
     def _fuse_now(
         self, args: Args, kwargs: Kwargs

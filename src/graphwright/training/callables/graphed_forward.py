@@ -154,10 +154,10 @@ class GraphedForward(FunctionStandIn):
         if why is not None:
             self.statistics.eager[why] += 1
             return self._call_original(args, kwargs)
-        if self._looks.rests:
+        began = now()
+        if began < self._looks.until_s:
             self.statistics.eager[self._rests_for] += 1
             return self._call_original(args, kwargs)
-        began = now()
         with self.pool._lock:
             pair = self._find(args, kwargs)
             lease = None if pair is None else pair.reserve()
@@ -174,7 +174,8 @@ class GraphedForward(FunctionStandIn):
             if pair is None:
                 return self._call_original(args, kwargs)
             lease = pair.reserve()
-        self._looks.found()
+        if self._looks.in_vain:
+            self._looks.found()
         if lease is None:
             found = self._another_set(pair, args, kwargs)
             if isinstance(found, Refusal):
@@ -359,7 +360,9 @@ class GraphedForward(FunctionStandIn):
         """Why the original must run, whatever the call is; None if a graph may."""
         if self._module is not None and self._module.training is not self._mode:
             return f"the module is in {'training' if self._module.training else 'eval'} mode"
-        if capturing_now() or (self._on_cuda() and torch.cuda.is_current_stream_capturing()):
+        device = self.pool.device
+        on_cuda = device is not None and device.type == "cuda"
+        if capturing_now() or (on_cuda and torch.cuda.is_current_stream_capturing()):
             return CAPTURED
         if id(self.pool) in BUSY:
             # This may be autograd's thread, in a backward that the capture waits for.
@@ -369,9 +372,6 @@ class GraphedForward(FunctionStandIn):
         if under_hooks_for_saved_tensors():
             return UNDER_HOOKS
         return None
-
-    def _on_cuda(self) -> bool:
-        return self.pool.device is not None and self.pool.device.type == "cuda"
 
     def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
         # Before the lock: it waits for eager calls of other threads, which may need the lock.
