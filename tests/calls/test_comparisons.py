@@ -28,11 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphwright as gw
 from graphwright.calls import holders, leaves, split, switches, watch
-from graphwright.calls.dependencies import DictionarySource, Name, difference, same
+from graphwright.calls.differences import difference, same
 from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
 from graphwright.calls.iterators import _position, _steady, is_opaque_iterator
 from graphwright.calls.leaves import describe, without_memory
 from graphwright.calls.signature import CallSignature, inside_func, inside_transform
+from graphwright.calls.sources import DictionarySource, Name
 from graphwright.calls.split import require_grad
 from graphwright.calls.watch import ModuleWatch
 from graphwright.calls.weights import refuse_weights
@@ -394,6 +395,10 @@ class Pair(tuple[Any, ...]):
     """A tuple with attributes."""
 
 
+class Group(frozenset[Any]):
+    """A frozenset with attributes."""
+
+
 class Named(NamedTuple):
     """A tuple of another class, without attributes."""
 
@@ -445,6 +450,7 @@ VALUES: dict[str, tuple[Any, Any, bool | None]] = {
     "an equal frozenset": (frozenset((1000, 2000)), frozenset((1000, 2000)), True),
     "a frozenset in another order": (frozenset((0, 8)), frozenset((8, 0)), False),
     "another frozenset": (frozenset((1,)), frozenset((2,)), False),
+    "a frozenset with attributes": (Group((1,)), Group((1,)), None),
     "a frozenset of another type": (frozenset((1,)), frozenset((1.0,)), False),
     "an equal slice": (slice(1000, 2000), slice(1000, 2000), True),
     "another slice": (slice(1, 2), slice(1, 3), False),

@@ -542,6 +542,7 @@ PLACES: dict[str, Callable[[], Place]] = {
     "attribute of text": _attribute_of(str, "a"),
     "attribute of a float": _attribute_of(float, 1.0),
     "attribute of a tuple": _attribute_of(tuple, (1,)),
+    "attribute of a frozenset": _attribute_of(frozenset, (1,)),
     "attribute of a list": _attribute_of(list, [1]),
     "attribute of a set": _attribute_of(set, (1,)),
     "attribute of a dictionary": _attribute_of(dict, {1: 2}),

@@ -28,7 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .introspection import StandIn
+from .introspection import StandIn, original_of
 
 # Packages whose objects hold only their own machinery, which is no state of the call.
 MACHINERY = frozenset(
@@ -141,7 +141,7 @@ def _is_read(cls: type) -> bool:
 def _functions_in(value: Any) -> list[types.FunctionType]:
     """The function behind something callable; none if it has no Python code."""
     if isinstance(value, StandIn) and not isinstance(value, nn.Module):
-        value = value._graphwright_stands_for
+        value = original_of(value)
     if isinstance(value, types.MethodType):
         value = value.__func__
     function = function_of(value)

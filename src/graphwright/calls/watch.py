@@ -22,29 +22,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import levels_above
-from .dependencies import (
-    PLAIN,
-    AttributesSource,
-    ClassPartsSource,
-    ClosureSource,
-    ContentSource,
-    Dependencies,
-    DictionarySource,
-    FileSource,
-    GlobalsSource,
-    LengthSource,
-    PartsSource,
-    SequenceSource,
-    SetSource,
-    SlotsSource,
-    Source,
-    compare_walks,
-    difference,
-)
-from .dictionaries import has_version, read, reader
+from .dependencies import PLAIN, Dependencies, compare_walks
+from .dictionaries import read, reader
+from .differences import difference
 from .forking import lock
 from .leaves import guard_of, without_memory
 from .snapshots import checksums
+from .sources import FastWay
 from .split import Args, Kwargs
 
 # What is looked at before a call is answered by what was built: its arguments and the module, its
@@ -209,21 +193,12 @@ class ModuleWatch:
             versions: of the dictionaries, taken before they were read.
         """
         found, quick = self._found, self._quick
-        # What writes to hidden keys gives a dictionary another version, too.
-        whole = [s for s in found.sources if not getattr(s, "_hidden", None)]
-        attributed = [s for s in whole if type(s) is AttributesSource and _has_plain(s.owner)]
-        dictionaries = [
-            s for s in whole if isinstance(s, DictionarySource) and has_version(s.owner)
-        ]
-        lists = [s for s in found.sources if isinstance(s, SequenceSource | SetSource)]
-        simple = [
-            s for s in found.sources if type(s) is ClassPartsSource and [*s.held] == ["forward"]
-        ]
-        long = [s for s in found.sources if type(s) is LengthSource]
-        files = [s for s in found.sources if type(s) is FileSource]
-        known = set(map(id, (*attributed, *dictionaries, *lists, *simple, *long, *files)))
-        others = [s for s in found.sources if id(s) not in known] + files
-        self._ordered = [*attributed, *dictionaries, *lists, *simple, *long, *others]
+        ways = {way: [s for s in found.sources if s.way() is way] for way in FastWay}
+        self._ordered = [source for sources in ways.values() for source in sources]
+        attributed, dictionaries = ways[FastWay.ATTRIBUTES], ways[FastWay.DICTIONARY]
+        lists, simple, long = ways[FastWay.ITEMS], ways[FastWay.FORWARD], ways[FastWay.LENGTH]
+        files = ways[FastWay.FILE]
+        others = [*ways[FastWay.VALUES], *files]
         quick.look_at([s.owner for s in attributed], [s.owner for s in dictionaries])
         quick.empty[:] = found.empty
         quick.typed[:] = found.typed
@@ -235,7 +210,7 @@ class ModuleWatch:
         quick.lengths[:] = [len(s.held) for s in lists]
         quick.long[:] = [s.owner for s in long]
         quick.long_lengths[:] = [s.held["its length"] for s in long]
-        getters = [getter for source in others for getter in _getters(source)]
+        getters = [getter for source in others for getter in source.getters()]
         quick.getters[:] = [(get, of) for get, of, _ in getters]
         quick.counts[:] = [len(held) for _, _, held in getters]
         quick.values[:] = itertools.chain.from_iterable([held for _, _, held in getters])
@@ -245,7 +220,9 @@ class ModuleWatch:
         if versions is None or len(versions) != len(attributed) + len(dictionaries):
             versions = quick.versions_now()
             for index, source in enumerate((*attributed, *dictionaries)):
-                if not _as_held(source):  # Another thread has written to it since it was read.
+                if (
+                    not source.holds_the_same()
+                ):  # Another thread has written to it since it was read.
                     versions[index] = None
         quick.versions[:] = versions
         quick.settled += 1
@@ -584,35 +561,6 @@ def _count_fused_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             torch.autograd.graph.increment_version(written)
 
 
-def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any, ...]]]:
-    """How to read a source fast: functions, what they read from, and what they gave."""
-    held = source.held
-    if isinstance(source, ClosureSource):
-        cells = source.owner.__closure__ or ()
-        # Given twice, since for one name it would return no tuple.
-        get = operator.attrgetter("cell_contents", "cell_contents")
-        names = zip(source.owner.__code__.co_freevars, cells, strict=True)
-        return [(get, cell, (held[n], held[n])) for n, cell in names if n in held]
-    if isinstance(source, ContentSource):
-        return [(_as_before, source, (*held, *held.values()))]
-    keys = tuple(held)
-    if not keys or isinstance(source, SlotsSource):  # Others may come to be there.
-        return [(_both, source, (*keys, *held.values()))]
-    twice = (held[keys[0]], *held.values())
-    if isinstance(source, GlobalsSource):
-        return [(operator.itemgetter(keys[0], *keys), source.owner, twice)]
-    if isinstance(source, ClassPartsSource):
-        return [(operator.itemgetter(keys[0], *keys), vars(source.owner), twice)]
-    if isinstance(source, PartsSource):
-        return [(operator.attrgetter(keys[0], *keys), source.owner, twice)]
-    return [(_both, source, (*keys, *held.values()))]
-
-
-def _both(source: Source) -> list[Any]:
-    now = source.read()
-    return [*now, *now.values()]
-
-
 def _warn_of_computed(found: Dependencies) -> None:
     """Warn, once for a function, that it looks up globals by names that it computes."""
     new = [(code, what) for code, what in found.computed.items() if code not in _WARNED_OF]
@@ -626,12 +574,6 @@ def _warn_of_computed(found: Dependencies) -> None:
         RuntimeWarning,
         stacklevel=levels_above(),
     )
-
-
-def _as_before(source: Source) -> list[Any]:
-    """The very things that a source held, if what it holds now is equal."""
-    held, now = source.held, source.read()
-    return [*held, *held.values()] if now == held else [*now, *now.values()]
 
 
 def cost_in_words(watch: ModuleWatch) -> list[str]:
@@ -667,19 +609,3 @@ def _first_difference(new: Sequence[Any], old: Sequence[Any]) -> int | None:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _has_plain(owner: Any) -> bool:
-    """Whether an object has its attributes where it says that they are."""
-    try:
-        return _ATTRIBUTES(owner) is object.__getattribute__(owner, "__dict__")
-    except Exception:
-        return False
-
-
-def _as_held(source: Source) -> bool:
-    """Whether a source holds the very things that it held when it was found."""
-    now, held = source.read(), source.held
-    return len(now) == len(held) and all(
-        map(operator.is_, (*now, *now.values()), (*held, *held.values()))
-    )
