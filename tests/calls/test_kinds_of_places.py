@@ -630,6 +630,20 @@ def test_a_change_there_is_noticed(name: str) -> None:
     assert watch.changed() is not None
 
 
+@pytest.mark.usefixtures("put_back", "check_in_c")
+@pytest.mark.parametrize("name", PLACES)
+def test_the_checks_in_c_and_in_python_see_the_same(name: str) -> None:
+    model, change = PLACES[name]()
+    compared = ModuleWatch(model, values=False)._compared
+    in_c = compared.in_c()
+    assert in_c is not None
+    assert in_c()
+    assert compared.unchanged()
+    change()
+    assert not in_c()
+    assert not compared.unchanged()
+
+
 def test_what_the_code_does_not_name_does_not_count() -> None:
     model = Holds(1)
     watch = ModuleWatch(model, values=False)

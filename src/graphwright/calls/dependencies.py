@@ -820,6 +820,8 @@ class _Walker:
             cls: the class.
             entry: the method that is called; None for any.
         """
+        if not self._unseen(cls, [entry or "any method"], "calls of "):
+            return
         inherited: dict[str, None] = {}
         for base in cls.__mro__:
             hidden = self._rules.hidden_of(base)
