@@ -39,17 +39,22 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def own_slots(cls: type) -> list[str]:
+    """The slots that a class itself has, as attributes are called."""
+    slots = vars(cls).get("__slots__", ())
+    found = []
+    for name in (slots,) if isinstance(slots, str) else tuple(slots):
+        if name in ("__dict__", "__weakref__"):
+            continue
+        private = name.startswith("__") and not name.endswith("__")
+        found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return found
+
+
 def slots_of(cls: type) -> tuple[str, ...]:
     """The slots of a class and of those that it derives from, as attributes are called."""
-    found = []
-    for each in cls.__mro__:
-        slots = vars(each).get("__slots__", ()) if each.__module__ != "builtins" else ()
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if name in ("__dict__", "__weakref__"):
-                continue
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(found)
+    bases = [base for base in cls.__mro__ if base.__module__ != "builtins"]
+    return tuple(name for base in bases for name in own_slots(base))
 
 
 def has_attributes(value: Any) -> bool:

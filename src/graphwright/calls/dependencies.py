@@ -43,6 +43,7 @@ from .attributes import (
 from .code import (
     MACHINERY,
     Read,
+    cells,
     closure,
     function_of,
     global_names,
@@ -79,7 +80,6 @@ from .sources import (
     SlotsSource,
     Source,
     ViewSource,
-    in_cell,
     without_marks,
 )
 
@@ -656,7 +656,7 @@ class _Walker:
             return
         if package_of(function) in MACHINERY:
             # A decorator such as torch.no_grad(), which wraps a function of the user.
-            for wrapped in _closed_over(function):
+            for _, wrapped in cells(function):
                 if callable(wrapped) and not isinstance(wrapped, type):
                     self._values.append(met.beside(wrapped))
             return
@@ -674,9 +674,9 @@ class _Walker:
 
     def _closure(self, met: _Met, names: frozenset[str]) -> None:
         """Look into what a function closes over, whose code has these names."""
-        cells = ClosureSource(met.name, met.value)
-        self._add(cells, met.depth, inside=met.inside)
-        for key, value in cells.held.items():
+        source = ClosureSource(met.name, met.value)
+        self._add(source, met.depth, inside=met.inside)
+        for key, value in source.held.items():
             if isinstance(value, type | types.ModuleType):
                 self._namespace(key, value, names)
 
@@ -896,11 +896,6 @@ def _is_without_state(value: Any) -> bool:
         return True
     with_attributes = isinstance(value, SCALARS) and has_attributes(value)
     return isinstance(value, WITHOUT_STATE) and not with_attributes
-
-
-def _closed_over(function: types.FunctionType) -> Iterable[Any]:
-    """What the variables hold that a function closes over."""
-    return (value for cell in function.__closure__ or () for value in in_cell(cell))
 
 
 def _is_users(cls: type) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .attributes import OF_CTYPES, attributes_of, slots_of
+from .code import cells
 from .dictionaries import has_version
 from .introspection import StandIn, original_of
 from .leaves import SCALARS
@@ -389,7 +390,7 @@ class ClosureSource(Source):
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
-        return {key: value for key, cell in self._cells() for value in in_cell(cell)}
+        return dict(cells(self.owner))
 
     def put_back(self) -> None:
         now = self.read()
@@ -529,12 +530,6 @@ def _has_plain(owner: Any) -> bool:
         return _ATTRIBUTES(owner) is object.__getattribute__(owner, "__dict__")
     except Exception:
         return False
-
-
-def in_cell(cell: types.CellType) -> Iterator[Any]:
-    """What a variable of a closure holds, if it holds anything yet."""
-    with contextlib.suppress(ValueError):  # It is still empty.
-        yield cell.cell_contents
 
 
 def _is_data(value: Any) -> bool:
