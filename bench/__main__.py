@@ -21,7 +21,7 @@ scripts/bench host-arguments [--rounds N] [--quick]   a UNet's time steps on the
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
 scripts/bench streams [--out DIR] [--quick]           graphs on several streams beside one
 scripts/bench profile [--out DIR] [--seconds S]       what profile() predicts, and what is gained
-scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
+scripts/bench search [--large] [--seconds S]          default searches beside exhaustive ones
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
 scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
@@ -435,6 +435,7 @@ def main() -> None:
     searching.add_argument(
         "--seconds", type=float, default=560.0, help="begin nothing that ends later"
     )
+    searching.add_argument("--large", action="store_true", help="models of over 500 modules alone")
     serving = commands.add_parser("serving", help="MiniLM behind servers, under load")
     serving.add_argument("--out", type=Path, default=RESULTS)
     serving.add_argument("--only", nargs="+", default=[], metavar="SERVER")
@@ -481,6 +482,10 @@ def main() -> None:
         failed = beside_load(given.out, runs=given.runs, processes=given.processes)
         sys.exit(bool(failed))
     elif given.command == "search":
+        if given.large:
+            from .search.large import benchmark as large
+
+            sys.exit(bool(large(given.out, given.seconds)))
         from .search.run import benchmark as search
 
         sys.exit(bool(search(given.out, given.only, given.seconds, given.again)))

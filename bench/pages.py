@@ -72,7 +72,7 @@ def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
             lines += [
                 f"## {measured_on(data)}: `{file.name}`",
                 "",
-                f"Measured at commit {_commits(data)}, {data['date']}.",
+                f"Measured at {_commits(data)}, {data['date']}.",
                 "",
                 _folded(_demoted(to_markdown(data, file.name))),
                 "",
@@ -87,10 +87,13 @@ def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
 
 
 def _commits(data: Result) -> str:
-    """The commit of a result; all of them where runs at several were joined."""
+    """The commit of a result in words; all of them where runs at several were joined."""
     models = data.get("models")
     found = [model.get("commit") for model in models.values()] if isinstance(models, dict) else []
-    return ", ".join(dict.fromkeys([*filter(None, found)] or [data["commit"]]))
+    commits = [*dict.fromkeys([*filter(None, found)] or [data["commit"]])]
+    if len(commits) == 1:
+        return f"commit {commits[0]}"
+    return f"commits {', '.join(commits)} (the file names that of each model)"
 
 
 def measured_on(data: Result) -> str:
@@ -116,7 +119,7 @@ def _index(rows: list[list[str]]) -> str:
         "",
         "One page per topic, each with a plot and the `scripts/bench NAME` that measures it again.",
         "`scripts/bench tables` makes these pages from the files under `bench/results/`, which",
-        "hold every raw sample. [How the figures are taken](../explanation/measuring.md).",
+        "hold every single timing. [How the figures are taken](../explanation/measuring.md).",
         "",
         "| topic | result | measured on |",
         "| --- | --- | --- |",

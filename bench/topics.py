@@ -43,6 +43,7 @@ from .profile.run import GRAPH as PLAIN_GRAPH
 from .profile.run import NEAR, RANGES, beside
 from .profile.run import to_markdown as profile_to_markdown
 from .refused.run import to_markdown as refused_to_markdown
+from .search.large import to_markdown as large_to_markdown
 from .search.table import DEFAULT, figure
 from .search.table import to_markdown as search_to_markdown
 from .serving.replicas import to_markdown as replicas_to_markdown
@@ -163,7 +164,7 @@ def _search(results: Results) -> Outcome:
         rows.append((name.rpartition("/")[2], ways))
     met = sum(target["met"] is True for target in data["targets"])
     return Outcome(
-        f"the choice is {mean(firsts(rows)):.1f}× as fast as eager (geometric mean of "
+        f"the winner is {mean(firsts(rows)):.1f}× as fast as eager (geometric mean of "
         f"{len(rows)} models); {met} of {len(data['targets'])} targets met",
         gains(
             "what the default search chose, and torch.compile",
@@ -641,11 +642,13 @@ TOPICS = (
     Topic(
         "search",
         "The default search",
-        "What `tune()` finds in its default budget, a minute or up to 90 s for large models, "
-        "compared with an exhaustive search and PyTorch's own methods.",
+        "This page compares the winner of `tune()`, with its default strategies and budget, with "
+        "an exhaustive search and with PyTorch's own methods. ([Tuning](tune.md) is another "
+        "benchmark: ten models, five named strategies.)",
         ["search", "first-run"],
         {
-            "search*": _unnamed(search_to_markdown),
+            "search-h*": _unnamed(search_to_markdown),
+            "search-large*": _unnamed(large_to_markdown),
             "first-run*": _unnamed(first_run_to_markdown),
         },
         _search,

@@ -127,7 +127,7 @@ def ways(
     launch = entry.graph.launcher()
     found: dict[str, Callable[[], object]] = {
         "eager": lambda: model(*args),
-        "winner": lambda: tuned._choice.table[0][1](*args),
+        "winner": lambda: tuned._choice.entries.table[0][1](*args),
         "tune": lambda: tuned(*args),
         "replay": lambda: launch(args),
         "graph": lambda: graphed(*args),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import cases
+from ..calls.run import unet
 from ..common.peers import Case
 from ..common.record import RESULTS
 from ..unseen.models import built, names
@@ -78,12 +79,18 @@ def _new(library: str) -> list[str]:
 def case_of(name: str, device: torch.device) -> Case:
     """A model by its name, with one input; new ones in half precision on a GPU.
 
+    The one of diffusers is Stable Diffusion 1.5's UNet.
+
     Raises:
         Unusable: it is too large, or its inputs are of no kind that is known.
     """
     library, _, rest = name.partition("/")
     if not rest:
         return Case.of(name, device)
-    model, inputs = built(library, rest, device)
-    args, kwargs = on(device, inputs(1))
+    if library == "diffusers":
+        plain, sample = unet(device)
+        model, (args, kwargs) = plain.eval().to(device), on(device, (sample, {}))
+    else:
+        model, inputs = built(library, rest, device)
+        args, kwargs = on(device, inputs(1))
     return Case.made(model.half() if device.type == "cuda" else model, args, kwargs, device)

@@ -114,10 +114,12 @@ def measure(
     device: torch.device,
     save: Callable[[Figures, str], None],
     best: str | None = None,
+    peers: Sequence[str] = tuple(PEERS),
 ) -> Figures:
     """All figures of one model; `save` gets what is known by then, and what is under way.
 
-    `best` is what an exhaustive search has chosen before: it is not repeated then.
+    `best` is what an exhaustive search has chosen before: it is not repeated then. `peers` are
+    PyTorch's own ways that are timed beside the searches.
 
     Raises:
         Unusable: the model cannot take part.
@@ -158,7 +160,7 @@ def measure(
     with empty_caches():
         calls, rows = set_up(
             case,
-            ways | dict(PEERS),
+            ways | {peer: PEERS[peer] for peer in peers},
             timer,
             lambda way: needs_cuda(way, device),
             lambda way, rows: save(figures | {"ways": rows}, way),
@@ -257,6 +259,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the JSON to write")
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=["default"])
     parser.add_argument("--best", help="what an exhaustive search chose, which is not repeated")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = environment(device)
@@ -267,7 +270,7 @@ def main() -> None:
 
     with torch.no_grad():
         try:
-            save(measure(given.name, given.searches, device, save, given.best))
+            save(measure(given.name, given.searches, device, save, given.best, given.peers))
         except Unusable as error:
             write(given.file, {UNUSABLE: str(error)})
 

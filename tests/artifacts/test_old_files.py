@@ -160,6 +160,7 @@ def test_it_loads_into_a_model_with_other_weights(kind: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("written_here")
+@pytest.mark.slow
 def test_torch_compile_s_cache_is_taken_or_said_not_to_be() -> None:
     from torch._dynamo.utils import counters
 

@@ -414,6 +414,7 @@ def test_strategies_lists_all_with_reasons(monkeypatch: pytest.MonkeyPatch) -> N
     assert "CUDA graphs need a GPU" in result.stdout
 
 
+@pytest.mark.slow
 def test_strategies_says_what_loading_takes_and_what_is_tried_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

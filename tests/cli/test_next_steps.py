@@ -207,6 +207,7 @@ def test_a_package_s_function_is_imported_by_its_name(folder: Path) -> None:
     assert answer(result).report.recalled
 
 
+@pytest.mark.slow
 def test_a_file_that_is_run_itself_finds_the_choice(folder: Path) -> None:
     tuned("my_model.py:pair", *QUICK)
     text = 'import graphwright as gw\nif __name__ == "__main__":\n    model, args = pair()\n'

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.graphs import captured_call
+from graphwright.graphs import call_spec
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.graph import GraphClosed, GraphState
 from graphwright.graphs.journal import Journal
@@ -52,7 +52,7 @@ def test_one_that_fails_to_begin_is_let_go_without_an_error(
     def fails(*args: object) -> None:
         raise gw.CaptureError("on purpose")
 
-    monkeypatch.setattr(captured_call if maker == "capture" else captured_pair, "device_of", fails)
+    monkeypatch.setattr(call_spec if maker == "capture" else captured_pair, "device_of", fails)
     x = torch.ones(3, device=device)
     with pytest.raises(gw.CaptureError, match="on purpose"):  # noqa: PT012  # one of two calls
         if maker == "capture":

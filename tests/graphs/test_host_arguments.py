@@ -19,7 +19,8 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright.graphs import staging, static_tensors
-from graphwright.graphs.captured_call import CapturedCall, device_of
+from graphwright.graphs.call_spec import device_of
+from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.memory import MemoryPool
 from graphwright.graphs.static_tensors import StaticInputs
 from graphwright.training.step.components import device_of_training
@@ -222,13 +223,13 @@ def test_buffers_are_used_again(device: torch.device) -> None:
     assert isinstance(graph, CapturedCall)
     for value in range(30):
         graph(x, torch.tensor(value))
-    assert graph._inputs is not None
-    assert graph._inputs._staging is not None
-    held = [*graph._inputs._staging._buffers]
+    inputs = graph.recorded.inputs
+    assert inputs._staging is not None
+    held = [*inputs._staging._buffers]
     assert 1 <= len(held) <= staging._MOST_BUFFERS
     for value in range(30):
         graph(x, torch.tensor(value))
-    assert {*map(id, held)} <= {*map(id, graph._inputs._staging._buffers)}
+    assert {*map(id, held)} <= {*map(id, inputs._staging._buffers)}
 
 
 def test_training_takes_lengths(device: torch.device) -> None:

@@ -21,9 +21,10 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.calls import host_generators, threads
-from graphwright.graphs import captured_call, host_draws, warmup
+from graphwright.graphs import captured_call, host_draws, observed_runs, warmup
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.host_draws import HostDraws
+from graphwright.graphs.observed_runs import ObservedRuns
 from graphwright.graphs.segments import tree
 from graphwright.shapes import eligibility
 from graphwright.shapes.family import ShapeFamily
@@ -536,12 +537,12 @@ def uses_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def functions_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(warmup, "UsesOf", lambda draws: contextlib.nullcontext())
+    patch.setattr(observed_runs, "UsesOf", lambda draws: contextlib.nullcontext())
     other_numbers_are_not_tried(patch)
 
 
 def other_numbers_are_not_tried(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(warmup._ObservedRuns, "_gives", lambda *args: True)
+    patch.setattr(ObservedRuns, "_gives", lambda *args: True)
 
 
 def what_lives_on_is_not_seen(patch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphwright as gw
-from graphwright.graphs import warmup
+from graphwright.graphs import observed_runs
 from graphwright.graphs.cpu.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
-from graphwright.graphs.memory import format_bytes, parse_bytes
+from graphwright.graphs.graph import Graph, GraphState
+from graphwright.graphs.memory import format_bytes, parse_bytes, predict, recording_in
 
 
 def model(device: torch.device) -> nn.Module:
@@ -113,7 +115,7 @@ def test_a_graph_keeps_none_of_the_copies_that_warm_up_ran_on(
         copies.append(StorageWeakRef(memory.untyped_storage()))
         return memory
 
-    monkeypatch.setattr(warmup, "_ordinary_allocator", lambda device: noted)
+    monkeypatch.setattr(observed_runs, "_ordinary_allocator", lambda device: noted)
     graph = gw.capture(model(device), rows(device, 8))
     assert len(copies) >= 2
     assert all(copy.expired() for copy in copies)
@@ -417,3 +419,67 @@ def test_a_closed_graph_leaves_the_workspace_of_others_alone() -> None:
         assert torch.equal(second(x, w), want)
         for each in rest:
             assert each.isnan().all()
+
+
+def test_what_fails_while_it_is_recorded_leaves_nothing_in_the_pool(device: torch.device) -> None:
+    pool, kept = gw.MemoryPool(), []
+    graph = Graph(pool, "work")
+    x = torch.ones(3, device=device)
+    with (  # noqa: PT012  # what fails comes after what was recorded
+        pytest.raises(KeyError),
+        recording_in(pool, graph, device) as admission,
+    ):
+        made = admission.recorder.record(lambda: x + 1, [], lambda tree: kept.append(tree) or [])
+        assert pool.in_use
+        graph._take(made, admission.before, 0)
+        kept.clear()
+        raise KeyError
+    assert graph.state is GraphState.CLOSED
+    assert not pool.graphs
+    assert not pool.in_use
+
+
+def test_what_is_recorded_is_one_of_the_pool_s_graphs(device: torch.device) -> None:
+    pool = gw.MemoryPool()
+    graph = Graph(pool, "work")
+    with recording_in(pool, graph, device) as admission:
+        memory = admission.recorder.allocate(1 << 20)
+        assert not pool.graphs
+    assert [each.name for each in pool.graphs] == ["work"]
+    assert pool.high_water >= memory.nbytes
+    graph.close()
+    assert not pool.graphs
+
+
+def test_what_grows_past_the_limit_while_it_is_recorded_is_refused(device: torch.device) -> None:
+    pool = gw.MemoryPool("4MiB")
+    graph = Graph(pool, "work")
+    with (  # noqa: PT012  # it is refused at the end of the block
+        pytest.raises(gw.MemoryBudgetExceeded, match="Capturing work"),
+        recording_in(pool, graph, device) as admission,
+    ):
+        assert admission.fits()
+        memory = admission.recorder.allocate(64 << 20)
+        assert not admission.fits()
+    del memory
+    assert graph.state is GraphState.CLOSED
+    assert not pool.graphs
+
+
+@pytest.mark.parametrize("evictable", [True, False])
+def test_admission_closes_graphs_that_may_be_closed(evictable: bool, device: torch.device) -> None:
+    pool = gw.MemoryPool("48MiB", evict=True)
+    old, new = Graph(pool, "old", evictable=evictable), Graph(pool, "new", evictable=True)
+    with recording_in(pool, old, device) as admission:
+        old._held = [admission.recorder.allocate(32 << 20)]  # Closing it lets go of this.
+    prediction = predict(pool, (32 << 20,), [("torch.add", 7)])
+    assert prediction.nbytes == 32 << 20
+    expected = pytest.raises(gw.MemoryBudgetExceeded, match=r"torch\.add 7 B")
+    with (
+        contextlib.nullcontext() if evictable else expected,
+        recording_in(pool, new, device) as admission,
+    ):
+        admission.admit(prediction)
+    assert (old.state is GraphState.CLOSED) is evictable
+    assert (new.state is GraphState.CLOSED) is not evictable
+    assert pool.evictions == evictable

@@ -229,7 +229,7 @@ def test_other_calls_with_objects_go_to_the_model(
         model.first.weight.mul_(2)
         its.first.weight.mul_(2)
         same_as_eager(tuned, its, x, cache_on(device))
-    assert tuned.calls["tuned"] == 1 + (not tuned._choice.copies)
+    assert tuned.calls["tuned"] == 1 + (not tuned._choice.watch.values)
     assert sum(tuned.calls.values()) == 5
     assert "strategy: torchscript" in tuned.explain()
 
@@ -307,6 +307,8 @@ def test_a_remembered_choice_may_be_eager_with_objects(
     x = torch.randn(1, SIZE, device=device)
     monkeypatch.setattr("graphwright.tuning.selection._WORTH_IT", 0.0)
     monkeypatch.setattr("graphwright.report.report.Report.cost", cost_of_eager)
+    # Whatever the machine is doing: taken apart, its calls take twice as long as eager's.
+    monkeypatch.setattr("graphwright.tuning.tuner.seconds_with_objects", lambda *given: (2.0, 1.0))
     for _ in range(3):
         with torch.no_grad():
             tuned = gw.tune(

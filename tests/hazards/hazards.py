@@ -32,8 +32,15 @@ import graphwright as gw
 from graphwright.calls import leaves, signature, watch
 from graphwright.dispatch import graphed_callable
 from graphwright.dispatch.graphed_callable import GraphedCallable
+from graphwright.graphs import (
+    call_work,
+    captured_call,
+    memory,
+    python_state,
+    static_tensors,
+    transaction,
+)
 from graphwright.graphs import capture as capture_module
-from graphwright.graphs import captured_call, python_state, static_tensors, transaction
 from graphwright.graphs import graph as graph_module
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cpu import recorder as cpu
@@ -245,7 +252,8 @@ def pools_end_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gw.MemoryPool, "_sweep", lambda self: None)
+    for module in (memory, graph_module, transaction):
+        patch.setattr(module, "sweep", lambda pool: None)
 
 
 def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -263,7 +271,7 @@ def graphs_are_not_closed(patch: pytest.MonkeyPatch) -> None:
 
 
 def autocast_keeps_its_casts(patch: pytest.MonkeyPatch) -> None:
-    for module in (captured_call, capture_module):
+    for module in (call_work, capture_module):
         patch.setattr(module, "autocast_cache_apart", contextlib.nullcontext)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.calls import objects, split
 from graphwright.dispatch import carried_state
-from graphwright.graphs import captured_call, effects, static_tensors, warmup
+from graphwright.graphs import call_spec, captured_call, effects, observed_runs, static_tensors
 
 
 @dataclasses.dataclass
@@ -80,14 +80,14 @@ def objects_are_those_of_the_first_call(patch: pytest.MonkeyPatch) -> None:
 
 def captures_run_on_the_callers_objects(patch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    flatten = captured_call.flatten
+    flatten = call_spec.flatten
 
     def flattened(args: Any, kwargs: Any, **options: Any) -> Any:
         kept[:] = [(args, kwargs)]
         return flatten(args, kwargs, **options)
 
-    patch.setattr(captured_call, "flatten", flattened)
-    patch.setattr(captured_call, "unflatten", lambda leaves, spec: kept[0])
+    patch.setattr(call_spec, "flatten", flattened)
+    patch.setattr(call_spec, "unflatten", lambda leaves, spec: kept[0])
 
 
 def places_are_told_apart(patch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def pair_of(make: Any, device: torch.device) -> tuple[Any, Any]:
 
 
 def calls_are_not_tried_without_what_they_set(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(warmup._ObservedRuns, "find_written", lambda *given: None)
+    patch.setattr(observed_runs.ObservedRuns, "find_written", lambda *given: None)
 
 
 @hazard(21, objects_stay_static)

@@ -31,7 +31,7 @@ from training_steps import (
 )
 
 import graphwright as gw
-from graphwright.graphs import captured_call
+from graphwright.graphs import call_work
 from graphwright.training.step import captured_step, components, optimizers
 from graphwright.training.step.graphed_step import GraphedStep
 
@@ -214,7 +214,7 @@ def a_step_that_cannot_be_captured_changes_nothing(device: torch.device) -> None
 
 
 def casts_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(captured_call, "autocast_cache_apart", contextlib.nullcontext)
+    patch.setattr(call_work, "autocast_cache_apart", contextlib.nullcontext)
 
 
 @hazard(12, backwards_threads_have_theirs_anywhere, only="cuda", isolated=True)

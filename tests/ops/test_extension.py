@@ -583,7 +583,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=pytest.mark.exhaustive if n % 2 else pytest.mark.slow)
+        pytest.param(case, marks=pytest.mark.exhaustive if n % 4 else pytest.mark.slow)
         for n, case in enumerate(BAD)
     ],
 )

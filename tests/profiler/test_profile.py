@@ -174,6 +174,7 @@ def test_another_number_of_threads_is_told_as_a_factor() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [None, "0"])
 def test_the_profiler_s_library_prints_nothing_unless_asked_to(
     chosen: str | None, tmp_path: Path

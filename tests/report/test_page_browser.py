@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from sample_reports import HOSTILE, report, with_shapes
+from shares import share
 from torch import nn
 
 import graphwright as gw
@@ -140,7 +141,7 @@ def test_pages_render_without_network_and_without_sideways_scroll(
         assert brightness > 600 if scheme == "light" else brightness < 150
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", share(KINDS, of=3))
 def test_pages_load_within_a_second(
     kind: str, browser: playwright.Browser, files: Callable[[str], Path]
 ) -> None:

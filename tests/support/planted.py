@@ -174,7 +174,7 @@ def raises_later(model: nn.Module) -> Callable[..., Any]:
 
 def right_but_slower(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        end = time.perf_counter() + 2e-3
+        end = time.perf_counter() + 2e-2  # Far beyond eager on a GPU that others use, too.
         with torch.no_grad():
             y = model(*args, **kwargs)
         while time.perf_counter() < end:

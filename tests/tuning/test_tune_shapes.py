@@ -10,6 +10,7 @@ import pytest
 import torch
 from chosen import choosing
 from planted import Planted, Roundabout, Small, directly, right_but_slower
+from shares import share
 from torch import nn
 from torch.export import Dim
 
@@ -189,7 +190,7 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("strategy", ["eager:no_grad", "torchscript"])
+@pytest.mark.parametrize("strategy", share(["eager:no_grad", "torchscript"]))
 def test_no_call_is_padded_after_the_module_changed(strategy: str, change: str) -> None:
     tuned, model = between(strategy)
     x = torch.randn(3, 16)

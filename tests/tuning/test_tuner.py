@@ -435,14 +435,14 @@ def test_the_search_does_not_end_for_what_eager_is_as_good_as() -> None:
 
 @pytest.mark.parametrize(
     ("left_s", "grace_s", "built"),
-    [(14.0, 0.0, ["onnxruntime"]), (9.0, 0.0, []), (9.0, 9.0, ["onnxruntime"])],
+    [(12.0, 0.0, ["onnxruntime"]), (9.0, 0.0, []), (9.0, 9.0, ["onnxruntime"])],
 )
 def test_one_near_the_best_is_built_before_the_default_of_torch_compile(
     left_s: float, grace_s: float, built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default is quick to build, and here slower than eager."""
     report = Report("Model", [], "latency", [], {})
-    figures = {"eager": (0.4, 0.0), "onnxruntime": (0.2, 6.0), "inductor": (0.45, 15.0)}
+    figures = {"eager": (0.4, 0.0), "onnxruntime": (0.2, 6.0), "inductor": (0.45, 40.0)}
     for name, (seconds, setup_s) in figures.items():
         times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[0.4] * 5)}
         status = Status.SLOWER if name == "inductor" else Status.OK

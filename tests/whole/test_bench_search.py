@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from bench.search import models, run, table
+from bench.search import large, models, run, table
 from graphwright.evaluation.accuracy import ErrorMeasure
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
@@ -208,3 +208,44 @@ def test_the_twenty_are_the_same_each_time() -> None:
 def test_no_bound_cut_off_a_winner_in_what_is_committed(file: Path) -> None:
     data = json.loads(file.read_text(encoding="utf-8"))
     assert {n: cut for n, m in data["models"].items() if (cut := table.cut_off(m))} == {}
+
+
+def test_large_models_have_targets_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is written as it goes; a later run has what there was no time for."""
+    found = {
+        "diffusers/stable-diffusion-1.5": model(80.0, default=102.0, reduce_overhead=100.0),
+        "torchvision/maxvit_t": model(91.0, default=110.0, reduce_overhead=100.0),
+        "timm/a": model(50.0, default=90.0, reduce_overhead=100.0),
+    }
+    asked: list[str] = []
+
+    def figures(module: str, name: str, options: Any, limit_s: float) -> Result:
+        assert options == ["--peers", "eager", "reduce-overhead"]
+        asked.append(name)
+        if name == "timm/c":
+            return {"unusable": "no inputs"}
+        return {"figures": found[name], "environment": {"torch": "2.13"}}
+
+    counts = {"timm/a": 501, "timm/b": 500, "timm/c": 900}
+    monkeypatch.setattr(large, "figures_of", figures)
+    monkeypatch.setattr(large, "drawn", lambda: iter(counts))
+    monkeypatch.setattr(large, "modules_of", counts.__getitem__)
+    assert large.benchmark(tmp_path, seconds=0.0) > 0
+    assert asked == []
+    assert large.benchmark(tmp_path, seconds=600.0) == 4
+    assert asked == [*large.NAMED, "timm/a", "timm/c"]
+    result = json.loads((tmp_path / "search-large.json").read_text("utf-8"))
+    assert result["passed_over"] == {"timm/b": "500 modules", "timm/c": "no inputs"}
+    met = {each["target"]: each["met"] for each in result["targets"]}
+    assert met == {
+        "models with a figure": False,
+        "latency: beyond 1.03 × reduce-overhead": False,
+        "seconds of a default search, median": False,
+        "seconds of a default search, longest": False,
+    }
+    assert "of 3: torchvision/maxvit_t" in large.to_markdown(result) + str(result["targets"])
+    asked.clear()
+    large.benchmark(tmp_path, seconds=600.0)
+    assert asked == []

@@ -78,7 +78,7 @@ def quickly(cases: Sequence[Case]) -> list[Any]:
     """Of all but the quick ones, every third is slow, and CI has no time for the others."""
     others = [case for case in cases if case.model not in QUICK]
     marks = {
-        case.model: pytest.mark.exhaustive if n % 3 else pytest.mark.slow
+        case.model: pytest.mark.exhaustive if n % 6 else pytest.mark.slow
         for n, case in enumerate(others)
     }
     return [pytest.param(each, marks=marks.get(each.model, ())) for each in cases]

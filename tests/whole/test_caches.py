@@ -129,7 +129,7 @@ def test_results_with_caches_and_the_call_that_follows(case: Case) -> None:
     [
         *generative.FEW,
         *(
-            pytest.param(name, marks=pytest.mark.exhaustive if n % 3 else pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.exhaustive if n % 6 else pytest.mark.slow)
             for n, name in enumerate(generative.MORE)
         ),
     ],

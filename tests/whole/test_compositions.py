@@ -30,7 +30,7 @@ from graphwright.calls.watch import ModuleWatch
 from graphwright.dispatch import fast_path, graphed_callable
 from graphwright.dispatch.graph_cache import GraphCache
 from graphwright.dispatch.graphed_callable import GraphedCallable
-from graphwright.graphs import captured_call
+from graphwright.graphs import call_spec
 from graphwright.training.step.captured_step import CapturedStep
 
 PLAN = plan()
@@ -58,7 +58,7 @@ def test_the_plan_has_every_pair_ten_times() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "outer"), PAIRS[1::3])
+@pytest.mark.parametrize(("inner", "outer"), PAIRS[1::6])
 def test_a_composition_does_what_eager_does(inner: str, outer: str, device: torch.device) -> None:
     done = sum(search(s, turn_of(s), examples_of(s) // 3, device) for s in PLAN[inner, outer])
     assert done >= 4
@@ -103,7 +103,7 @@ def test_calls_by_name_and_with_objects_do_what_eager_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("inner", "outer"), PAIRS[2::3])
+@pytest.mark.parametrize(("inner", "outer"), PAIRS[2::6])
 def test_a_composition_called_by_name_does_what_eager_does(
     inner: str, outer: str, device: torch.device
 ) -> None:
@@ -135,7 +135,7 @@ def test_keyword_arguments_that_are_sorted_are_found_out(
 
     shapes = [s for each in PLAN.values() for s in each if s.outer in ("graph", "capture")]
     shapes = [s for s in shapes if "compiled" not in vars(s).values()]
-    for module in (signature, captured_call):
+    for module in (signature, call_spec):
         monkeypatch.setattr(module, "flatten", sorting)
     found = (is_wrong(c, device) for s in shapes for c in drawn(s, turn_of(s), 2, named=True))
     assert any(itertools.islice(found, 40))
@@ -234,9 +234,9 @@ def steps_are_not_looked_over(patch: pytest.MonkeyPatch) -> None:
 
 
 def time_for(name: str) -> pytest.MarkDecorator:
-    """CI has none for the bug that takes a minute and a half to find."""
+    """CI has some for every other bug, and none for one that takes a minute and a half to find."""
     long = name == the_audit_of_weights_is_left_out.__name__
-    return pytest.mark.exhaustive if long else pytest.mark.slow
+    return pytest.mark.exhaustive if long or [*PLANTED].index(name) % 2 else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=time_for(name)) for name in PLANTED])

@@ -23,7 +23,7 @@ import graphwright as gw
 from graphwright.calls.host_generators import HostGenerators
 from graphwright.errors import CaptureError
 from graphwright.graphs import warmup
-from graphwright.graphs.captured_call import signature_of
+from graphwright.graphs.call_spec import signature_of
 from graphwright.graphs.conditions import as_captured
 from graphwright.graphs.effects import GivenObjects, Unrepeatable
 from graphwright.training.callables.captured_pair import BUSY
@@ -116,7 +116,6 @@ def test_a_tuned_module_goes_to_the_module_itself(monkeypatch: pytest.MonkeyPatc
         assert tuned.calls == {"tuned": 1, "eager: it is captured": 1}
         with monkeypatch.context() as patch:
             # What was built holds copies of the weights, of which no other capture knows.
-            patch.setattr("graphwright.artifacts.tuned_module.captured_by_others", lambda: True)
             patch.setattr(tuned._choice, "may_not_launch", lambda: True)
             tuned(X)
         assert tuned.calls == {"tuned": 1, "eager: it is captured": 2}
@@ -127,6 +126,30 @@ def test_a_tuned_module_goes_to_the_module_itself(monkeypatch: pytest.MonkeyPatc
     tuned(X)
     assert tuned.calls["eager: gradients are wanted"] == 1
     assert tuned.calls["tuned"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("strategy", ["eager", "torchscript"])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_tuned_module_whose_gradients_are_wanted_gives_them(strategy: str, rows: int) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval()
+    wanting = torch.randn(2, 8, requires_grad=True)
+    with choosing(strategy):
+        tuned, of_wanting = (
+            gw.tune(model, (x,), strategies=[strategy], isolate=False, remember=False)
+            for x in (wanting.detach(), wanting)
+        )
+    x = torch.randn(rows, 8)
+    assert of_wanting(x.clone().requires_grad_()).requires_grad
+    assert not tuned(x).requires_grad
+    model[0].train()  # What eager answers needs no watching, and it is asked at each call.
+    assert tuned(x).requires_grad
+    model.train()
+    assert tuned(x).requires_grad
+    # Whole or in part, nothing is lost where no gradients can be.
+    with torch.no_grad():
+        tuned(x)
+    assert tuned.calls["eager: gradients are wanted"] == 2
 
 
 class Adds(nn.Module):

@@ -13,7 +13,7 @@ from torch.export import Dim
 
 import graphwright as gw
 
-CALLS = {"cpu": 100, "cuda": 1000}
+CALLS = {"cpu": 50, "cuda": 1000}
 # On two cores all six layers would take an hour; one has every operation that six have.
 LAYERS = {"cpu": 1, "cuda": 6}
 LONGEST = {"cpu": 128, "cuda": 256}

@@ -21,7 +21,7 @@ import struct
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -205,6 +205,7 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    """What an archive says of itself, if its members are those that it lists."""
     infos = archive.infolist()
     if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in infos):
         raise ArtifactError(f"{path.name} was packed by something else, or is damaged.")
@@ -218,6 +219,14 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ArtifactError(
             f"The manifest of {path.name} is damaged: {error}.", remedy=_REMEDY
         ) from error
+    _check_schema(path, found)
+    _check_members(path, found.get("members"), [info.filename for info in infos])
+    manifest: dict[str, Any] = found
+    return manifest
+
+
+def _check_schema(path: Path, found: Any) -> None:
+    """Refuse what is no manifest, or one that this version cannot read."""
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise ArtifactError(f"{path.name} is no artifact of graphwright's.")
     if found.get("schema_version") not in _READABLE:
@@ -230,13 +239,16 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ArtifactError(
             f"The manifest of {path.name} is damaged: its digest is another one.", remedy=_REMEDY
         )
-    members = found.get("members")
+
+
+def _check_members(path: Path, members: Any, there: Sequence[str]) -> None:
+    """Refuse an archive whose members are others than it lists, or would lead elsewhere."""
     if not isinstance(members, dict) or not all(map(_is_listed, members.values())):
         raise ArtifactError(f"The manifest of {path.name} makes no sense: it lists no members.")
     folders = {str(parent) for name in members for parent in PurePosixPath(name).parents}
     if folders & set(members):
         raise ArtifactError(f"{path.name} has a member that is a folder of another one.")
-    there, listed = [info.filename for info in infos], [MANIFEST, *found["members"]]
+    listed = [MANIFEST, *members]
     for name in listed:
         if name not in there:
             raise ArtifactError(f"{path.name} lacks its member {name}.", remedy=_REMEDY)
@@ -245,7 +257,6 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ArtifactError(f"{path.name} has members that it does not list: {', '.join(more)}.")
     if not all(map(_NAME.fullmatch, there)):
         raise ArtifactError(f"{path.name} has members whose names lead elsewhere.")
-    return found
 
 
 def _is_listed(entry: Any) -> bool:

@@ -19,7 +19,6 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from ..calls import switches
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import (
     callable_problem,
@@ -29,28 +28,31 @@ from ..calls.options import (
     names_checked,
     refuse,
 )
-from ..calls.serialization import read_tensors, unpacked
-from ..calls.signature import CallSignature, Range
+from ..calls.serialization import read_tensors
+from ..calls.signature import CallSignature
 from ..calls.snapshots import run, same_bits
 from ..calls.watch import Checks
 from ..calls.written_trees import one_file
-from ..errors import ArtifactError, GraphwrightError, first_line, in_words
+from ..errors import ArtifactError, GraphwrightError, in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
 from ..graphs.conditions import garbage_collection_off
 from ..graphs.cuda.driver import primary_context
 from ..graphs.taken_apart import TakenApart
 from ..report.environment import environment
-from ..report.report import Report
 from ..report.result import EAGER
 from ..strategies.base import Built, Candidate, Loader
-from ..strategies.registry import LOSSY, parse_candidates
+from ..strategies.registry import parse_candidates
 from . import container, evidence, object_calls, padding_plans
+from .contents import Contents
+from .fallback import Absent, OnMiss
 from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
-from .tuned_module import Absent, Apart, OnMiss, Origin, TunedModule, assemble, put_together
+from .tuned_module import Apart, Origin, TunedModule, assemble, put_together
 
 _AS_SAVED = "as it was saved"
+# Builds or loads what answers the samples.
+_Attempt = Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]
 
 
 @names_checked
@@ -134,11 +136,6 @@ def _packages_of(module: nn.Module) -> set[str]:
     return {name.partition(".")[0] for name in names} - {"builtins", ""} | {"torch"}
 
 
-def _placed(value: Any) -> Any:
-    """A switch's value; a device without its number, which may differ between processes."""
-    return value.type if isinstance(value, torch.device) else value
-
-
 def _bases_of(kind: Any) -> tuple[Any, ...]:
     return kind.__mro__ if isinstance(kind, type) else (kind,)
 
@@ -156,77 +153,30 @@ class _Loading:
         on_miss: OnMiss,
         checks: Checks,
     ) -> None:
-        self.on_miss = on_miss
+        self.file, self.members, self.model, self.trust = file, members, model, trust
+        self.audit, self.on_miss = audit, on_miss
         self.checks: Checks = checks
-        self.file, self.members, self.trust, self.audit = file, members, trust, audit
-        facts = self.facts = members.facts
-        folder = self.folder = members.ready(REPORT, *evidence.FILES)
-        try:
-            self.report = Report.from_json((folder / REPORT).read_text(encoding="utf-8"))
-            (self.candidate,) = parse_candidates([facts["strategy"]], LOSSY)
-            self.saved_on = {str(n): str(each) for n, each in dict(facts["environment"]).items()}
-            self.ranges = tuple(_range(*each) for each in facts["ranges"])
-            if self.ranges and not hasattr(self.candidate.compiler, "dynamic_shapes"):
-                raise ValueError(f"{self.candidate.name} answers no ranges of sizes")
-            shared = dict(facts["shared_weights"])
-            self.shared = {str(name): str(other) for name, other in shared.items()}
-            self.loader = self.candidate.loader if facts["loads"] else None
-            self.pure, self.same_under_no_grad = bool(facts["pure"]), bool(facts["quiet"])
-            facts["model_there"] = bool(facts["model_there"])
-            # Files of earlier versions have neither.
-            self.argument_names = [_identifier(name) for name in facts.get("argument_names", ())]
-            self.sees_order = bool(facts.get("sees_order", True))
-            self._refuse_switches()
-        except ArtifactError:
-            raise
-        except Exception as error:  # A damaged file may raise anything.
-            raise ArtifactError(f"{file.name} makes no sense: {error!s:.300}.") from error
-        stored = any(name.startswith(f"{STRATEGY}/") for name in facts["members"])
-        code = stored and getattr(self.candidate.compiler, "holds_code", True)
-        if code and not trust:
-            raise ArtifactError(
-                f"What {file.name} holds of {self.candidate.name} is code, which would be executed "
-                "by loading it.",
-                remedy="Load with trust=True (--trust) if it comes from someone whose code you "
-                "would run.",
-            )
-        doubtful = getattr(self.candidate.compiler, "doubtful", None)
-        if stored and doubtful is not None and not trust:
-            self._refuse_doubtful(doubtful)
-        self.model = model
-        absent = Absent(self.argument_names, sees_order=self.sees_order)
+        self.folder = members.ready(REPORT, *evidence.FILES)
+        contents = self.contents = Contents.of(file, members)
+        if not trust:
+            contents.refuse_code()
+        absent = Absent(contents.argument_names, sees_order=contents.sees_order)
         self.module = self.called = absent if model is None else _module_for(model)
         self.object_calls: list[object_calls.StoredCall] = []
         self.device = self._device()
+        # How machine and versions differ from those that saved it, in words.
+        self.changes: list[str] = []
         self.notes: list[str] = []
         # Names of stored files that are code and can be left out.
-        self.code: tuple[str, ...] = getattr(self.candidate.compiler, "code", ())
-        kept = trust and any(Path(name).name in self.code for name in facts["members"])
-        prepare = getattr(self.candidate.compiler, "prepare", None)
+        self.code: tuple[str, ...] = getattr(contents.candidate.compiler, "code", ())
+        kept = trust and any(Path(name).name in self.code for name in contents.members)
+        prepare = getattr(contents.candidate.compiler, "prepare", None)
         if prepare is not None and self.device.type == "cuda" and not kept:
             prepare()
         self.ahead: dict[str, torch.Tensor] | None = None
         # If only what was saved can be used, constants go to the device in that thread too.
-        alone = model is None and self.loader is not None
+        alone = model is None and contents.loader is not None
         self.wait_for_device = start_device(self.device, *[self._read_ahead] * alone)
-
-    def _refuse_doubtful(self, doubtful: Callable[[Path], str | None]) -> None:
-        """Refuse files that are data and yet may do harm."""
-        self.members.ready()
-        for place in sorted((self.folder / STRATEGY).iterdir()):
-            try:
-                found = doubtful(place)
-            except Exception as error:
-                raise ArtifactError(
-                    f"{self.file.name} makes no sense: {self.candidate.name} could not be loaded: "
-                    f"{first_line(error)}."
-                ) from error
-            if found is not None:
-                raise ArtifactError(
-                    f"{self.file.name} holds {found}.",
-                    remedy="Load with trust=True (--trust) if it comes from someone whose code "
-                    "you would run.",
-                )
 
     def _device(self) -> torch.device:
         saved = evidence.device_type(self.folder)
@@ -271,7 +221,7 @@ class _Loading:
 
     def _take_apart(self) -> None:
         """If calls with objects were tuned for, go on with the model that takes their tensors."""
-        if object_calls.FILE not in self.facts["members"]:
+        if object_calls.FILE not in self.contents.members:
             return
         self.members.ready(object_calls.FILE)
         self.object_calls = object_calls.read(
@@ -307,24 +257,8 @@ class _Loading:
         self.members.ready()
         self.wait_for_device()
         self.changes = self._changes()
-        tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
-        if self.loader is not None and not self._belongs_elsewhere(self.loader):
-            tries.append((_AS_SAVED, self._as_saved))
-        if self.model is not None:
-            tries.append(("built again", self._rebuilt))
-            if self.candidate.name != EAGER:
-                tries.append(("eager in its place", self._eager))
-        elif self.loader is not None and not tries and self.loader.portable:
-            tries.append((_AS_SAVED, self._as_saved))
-        if not tries:
-            raise ArtifactError(
-                f"{self.file.name} holds nothing that runs here without the model: "
-                f"{self.candidate.name} is built from the model{self._why_rebuilt()}.",
-                remedy="Pass the model: load(path, model), or graphwright run ARTIFACT --model "
-                "TARGET.",
-            )
         problems: list[str] = []
-        for how, attempt in tries:
+        for how, attempt in self._tries():
             try:
                 candidate, builts = attempt(samples)
                 known = how == _AS_SAVED and not self.changes
@@ -333,7 +267,7 @@ class _Loading:
                 problem = ": ".join(filter(None, in_words(error)[:1]))
             if problem is None:
                 why = "; ".join(problems) or self._why_rebuilt().removeprefix(", since ")
-                self.report.chosen = candidate.name
+                self.contents.report.chosen = candidate.name
                 if how != _AS_SAVED or self.changes:
                     self.notes.append(f"{how}: {why}" if why else how)
                 return self._tuned(candidate, builts, samples)
@@ -343,34 +277,40 @@ class _Loading:
             remedy="Save it anew on this machine." if self.model is not None else "Pass the model.",
         )
 
+    def _tries(self) -> list[tuple[str, _Attempt]]:
+        """The ways to run it that there are here, in words and the best first.
+
+        Raises:
+            ArtifactError: there is none without the model.
+        """
+        contents, saved = self.contents, (_AS_SAVED, self._as_saved)
+        here = contents.loader is not None and not self._belongs_elsewhere(contents.loader)
+        if self.model is not None:
+            others: list[tuple[str, _Attempt]] = [("built again", self._rebuilt)]
+            if contents.candidate.name != EAGER:
+                others.append(("eager in its place", self._eager))
+            return [saved, *others] if here else others
+        if here or (contents.loader is not None and contents.loader.portable):
+            return [saved]
+        raise ArtifactError(
+            f"{self.file.name} holds nothing that runs here without the model: "
+            f"{contents.candidate.name} is built from the model{self._why_rebuilt()}.",
+            remedy="Pass the model: load(path, model), or graphwright run ARTIFACT --model TARGET.",
+        )
+
     def _changes(self) -> list[str]:
         """How machine and versions differ from those that saved it, in words."""
         now = environment(self.device)
         left_out = ("threads", "cores", "python")
         return [
-            f"{name} was {self.saved_on.get(name, 'none')} and is {now.get(name, 'none')}"
-            for name in sorted({*now, *self.saved_on})
-            if name not in left_out and now.get(name) != self.saved_on.get(name)
+            f"{name} was {self.contents.saved_on.get(name, 'none')} and is {now.get(name, 'none')}"
+            for name in sorted({*now, *self.contents.saved_on})
+            if name not in left_out and now.get(name) != self.contents.saved_on.get(name)
         ]
-
-    def _refuse_switches(self) -> None:
-        """Refuse other settings of PyTorch than it was saved under: only these calls it answers."""
-        saved = unpacked(self.facts["switches"], {})
-        if self.facts["schema_version"] == 1:
-            saved = dict(zip(switches.OF_VERSION_1, saved, strict=True))
-        names = switches.saved(evidence.device_type(self.folder))
-        then = {name: _placed(value) for name, value in saved.items() if name in names}
-        now = {name: _placed(value) for name, value in switches.read().items()}
-        found = switches.differences(then, now)
-        if found:
-            raise ArtifactError(
-                f"{self.file.name} was saved under other settings: {', '.join(found)}.",
-                remedy="Set them as they were, then load it, and call it under them.",
-            )
 
     def _belongs_elsewhere(self, loader: Loader) -> bool:
         now = environment(self.device)
-        return any(now.get(name) != self.saved_on.get(name) for name in loader.bound_to)
+        return any(now.get(name) != self.contents.saved_on.get(name) for name in loader.bound_to)
 
     def _why_rebuilt(self) -> str:
         return f", since {', '.join(self.changes)}" if self.changes else ""
@@ -380,7 +320,7 @@ class _Loading:
 
         `before` gets each tensor that is changed, with its old values.
         """
-        if not self.facts["model_there"]:
+        if not self.contents.model_there:
             raise ArtifactError(
                 f"{self.file.name} was saved by a process that had loaded it without the model: "
                 "it has no weights for the one that was passed.",
@@ -410,17 +350,21 @@ class _Loading:
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """All weights; those that are also constants of the strategy are stored only there."""
         self.members.ready(WEIGHTS, CONSTANTS)
-        constants = self._constants("cpu") if self.shared else {}
-        lost = [name for name, other in self.shared.items() if other not in constants]
+        constants = self._constants("cpu") if self.contents.shared_weights else {}
+        lost = [
+            name for name, other in self.contents.shared_weights.items() if other not in constants
+        ]
         if lost:
             raise ArtifactError(f"{self.file.name} makes no sense: it lacks {', '.join(lost)}.")
         weights = read_tensors(self.folder / WEIGHTS)
-        return weights | {name: constants[other] for name, other in self.shared.items()}
+        return weights | {
+            name: constants[other] for name, other in self.contents.shared_weights.items()
+        }
 
     def _constants(self, device: torch.device | str) -> dict[str, torch.Tensor]:
         """The constants of what was built, for all buckets; equal ones are one tensor."""
         file = self.folder / CONSTANTS
-        return read_tensors(file, device) if CONSTANTS in self.facts["members"] else {}
+        return read_tensors(file, device) if CONSTANTS in self.contents.members else {}
 
     def _read_ahead(self) -> None:
         self.members.ready(CONSTANTS)
@@ -428,7 +372,7 @@ class _Loading:
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         # For a range of sizes it was built once, for the last sample, which is the largest.
-        one = bool(self.ranges)
+        one = bool(self.contents.ranges)
         builts: list[Built] = []
         constants = self._constants(self.device) if self.ahead is None else self.ahead
         for index, sample in enumerate(samples[-1:] if one else samples):
@@ -442,8 +386,10 @@ class _Loading:
                 for name, tensor in constants.items()
                 if name.startswith(prefix)
             }
-            builts.append(self.candidate.load(place, tensors, call.args, call.kwargs, results))
-        return self.candidate, builts * len(samples) if one else builts
+            builts.append(
+                self.contents.candidate.load(place, tensors, call.args, call.kwargs, results)
+            )
+        return self.contents.candidate, builts * len(samples) if one else builts
 
     def _remove_code(self, place: Path) -> None:
         """Remove files that are code, by the paths that would be opened.
@@ -457,7 +403,7 @@ class _Loading:
                 raise ArtifactError(f"{self.file.name} makes no sense: {error}.") from error
 
     def _rebuilt(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
-        warm = getattr(self.candidate.compiler, "warm", None)
+        warm = getattr(self.contents.candidate.compiler, "warm", None)
         builts = []
         for index, sample in enumerate(samples):
             place = self.folder / STRATEGY / str(index)
@@ -465,12 +411,12 @@ class _Loading:
             if warm is not None and warmed:
                 warm(place)
             call, before = sample.call.clone(), _cache_misses()
-            builts.append(self.candidate.build(self.module, call.args, call.kwargs))
+            builts.append(self.contents.candidate.build(self.module, call.args, call.kwargs))
             if warmed and _cache_misses() > before:
                 self.notes.append(
                     "torch.compile did not take the cache that was saved, and compiled again"
                 )
-        return self.candidate, builts
+        return self.contents.candidate, builts
 
     def _eager(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         (eager,) = parse_candidates([EAGER], ())
@@ -479,7 +425,7 @@ class _Loading:
 
     def _pad_with(self, samples: Sequence[Sample]) -> Callable[[list[Tuned]], PaddedCalls] | None:
         """Makes a PaddedCalls from what was built, if padding plans were saved."""
-        if padding_plans.FILE not in self.facts["members"]:
+        if padding_plans.FILE not in self.contents.members:
             return None
         if self.changes:
             self.notes.append("calls between the buckets are not padded: that was proved there")
@@ -491,17 +437,19 @@ class _Loading:
         self, candidate: Candidate, builts: list[Built], samples: list[Sample]
     ) -> TunedModule:
         pad_with = self._pad_with(samples)
-        self.report.notes += [f"Loaded from {self.file.name}: {note}." for note in self.notes]
+        self.contents.report.notes += [
+            f"Loaded from {self.file.name}: {note}." for note in self.notes
+        ]
         calls = [sample.call for sample in samples]
-        ranges = self.ranges if builts[0] is builts[-1] else ()
+        ranges = self.contents.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs, lasts=True) for call in calls]
         tuned = assemble(
             self.module,
-            self.report,
+            self.contents.report,
             signatures,
             Origin(candidate, builts, samples, self.device, ranges),
-            pure=self.pure,
-            same_under_no_grad=self.same_under_no_grad,
+            pure=self.contents.pure,
+            same_under_no_grad=self.contents.same_under_no_grad,
             pad_with=pad_with,
             loaded=self.notes or [_AS_SAVED],
             audit=self.audit,
@@ -544,18 +492,6 @@ def _problem(
         if not verdict.ok:
             return verdict.reason
     return None
-
-
-def _identifier(name: Any) -> str:
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError("the name of an argument is none")
-    return name
-
-
-def _range(leaf: Any, axis: Any, name: Any, low: Any, high: Any) -> Range:
-    if not isinstance(name, str) or any(type(n) is not int for n in (leaf, axis, low, high)):
-        raise ValueError("a range of sizes is none")
-    return Range(leaf, axis, name, low, high)
 
 
 def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -80,29 +80,39 @@ class ProvedForms:
             kwargs: likewise.
         """
         base = signature.base if isinstance(signature, RangedSignature) else signature
-        names = base.names
-        apart = kwargs.keys() ^ {*names}
+        apart = kwargs.keys() ^ {*base.names}
         if not apart:
             return None
         values = base.plain_keywords() | dict(kwargs)
         if any(type(values.get(name, values)) not in _PLAIN for name in apart):
             return None
-        mine = {name: values[name] for name in names}
+        mine = {name: values[name] for name in base.names}
         if not signature.fits(args, mine):
             return None
         # All else is as the signature has it, other than sizes in a range.
         differing = tuple((name, describe(values[name])) for name in sorted(apart))
         sizes = [x.shape for x in (*args, *mine.values()) if isinstance(x, torch.Tensor)]
         key = id(signature), (*kwargs,), differing, tuple(sizes)
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MAX_FORMS or others_run() or sys.getprofile() is not None:
-                return None
-            try:
-                known = self._known[key] = is_same_call(self._module, args, kwargs, mine)
-            except Busy:
-                return None
-        return mine if known else None
+        return mine if self._is_same(key, args, kwargs, mine) else None
+
+    def _is_same(self, key: Any, args: Args, kwargs: Kwargs, mine: Kwargs) -> bool:
+        """Whether a call is proved to be the same as with other keywords, now or before.
+
+        Args:
+            key: what such calls share.
+            args: of both calls.
+            kwargs: of the call.
+            mine: of the other one.
+        """
+        if key in self._known:
+            return self._known[key]
+        if len(self._known) >= _MAX_FORMS or others_run() or sys.getprofile() is not None:
+            return False
+        try:
+            known = self._known[key] = is_same_call(self._module, args, kwargs, mine)
+        except Busy:
+            return False
+        return known
 
 
 def is_same_call(module: nn.Module, args: Args, kwargs: Kwargs, other: Kwargs) -> bool:

@@ -23,8 +23,9 @@ from ..report.report import Report
 from ..shapes.dimensions import parameters_of
 from ..strategies.base import Kept
 from . import container, evidence, object_calls, padding_plans
+from .fallback import Absent, model_sees_order
 from .substitute import substitutes, unsavable
-from .tuned_module import Absent, Origin, TunedModule, model_sees_order, of_tensors
+from .tuned_module import Origin, TunedModule, choice_of, of_tensors
 
 # Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"
@@ -130,14 +131,14 @@ def _checked(tuned: TunedModule, path: str | os.PathLike[str]) -> Origin:
         raise ArtifactError(
             f"save() was given a {type(tuned).__name__}.", remedy="Pass what tune() returned."
         )
-    tuned = of_tensors(tuned)
-    origin = tuned._choice.origin
+    choice = choice_of(of_tensors(tuned))
+    origin = choice.origin
     if origin is None:
         raise ArtifactError(
             "This copy was not tuned, so that there is nothing to save.",
             remedy="Save what tune() itself returned.",
         )
-    change = None if tuned._choice.watch is None else tuned._choice.watch.changed()
+    change = None if choice.watch is None else choice.watch.changed()
     if change is None:
         name = origin.samples[0].reference.state.changed()
         change = None if name is None else f"{name} holds other values"
@@ -145,7 +146,7 @@ def _checked(tuned: TunedModule, path: str | os.PathLike[str]) -> Origin:
         raise ArtifactError(
             f"The model was changed after it was tuned: {change}.", remedy="Tune it again."
         )
-    other = _other_layout(tuned._choice.module)
+    other = _other_layout(choice.module)
     if other is not None:
         raise ArtifactError(
             f"{other[0]} of the model is {other[1]}, which cannot be saved.",
@@ -170,50 +171,35 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
         StrategyFailed: this candidate cannot be saved.
         ArtifactError: no candidate can be.
     """
-    candidate, device = origin.candidate, origin.device
-    argument_names = argument_names_of(tuned._choice.module)
-    ordered = model_sees_order(tuned._choice.module)
-    apart, tuned = tuned._choice.apart, of_tensors(tuned)
+    whole, choice = choice_of(tuned), choice_of(of_tensors(tuned))
+    candidate, device, apart, padded = origin.candidate, origin.device, whole.apart, choice.padded
     why = unsavable(candidate)
     if why is not None:
         raise StrategyFailed(
             why, remedy=f"Tune without it: exclude=[{candidate.name!r}], or --exclude."
         )
     with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
-        folder = Path(made)
-        loads, keeps = False, not _needs_model(origin)
-        constants: dict[str, torch.Tensor] = {}
-        seen: set[str] = set()
-        for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
-            if built.save is not None and (keeps or candidate.loader is None):
-                place = folder / STRATEGY / str(index)
-                place.mkdir(parents=True)
-                kept = built.save(place) or Kept({})
-                constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
-                seen |= {prefix_of(index) + name for name in kept.seen}
-                loads = keeps
+        folder, keeps = Path(made), not _needs_model(origin)
+        constants, wrote = _write_built(origin, folder, keeps=keeps)
         evidence.write(folder, origin.samples, device)
         if apart is not None:
             object_calls.write(folder, apart)
-        padded = tuned._choice.padded
         if padded is not None:
             padding_plans.write(folder, padded.plans(), origin.samples)
-        if constants:
-            write_tensors(folder / CONSTANTS, constants, once=True, seen=seen)
-        weights = weights_of(tuned._choice.module)
+        weights = weights_of(choice.module)
         shared = _shared(weights, constants)
         own = {name: tensor for name, tensor in weights.items() if name not in shared}
         write_tensors(folder / WEIGHTS, own)
         (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
         facts: dict[str, Any] = {
             "strategy": candidate.name,
-            "loads": loads,
+            "loads": keeps and wrote,
             "model": report.model,
-            "model_there": not isinstance(tuned._choice.module, Absent),
-            "argument_names": argument_names,
-            "sees_order": ordered,
-            "pure": tuned._choice.pure,
-            "quiet": tuned._choice.same_under_no_grad,
+            "model_there": not isinstance(choice.module, Absent),
+            "argument_names": argument_names_of(whole.module),
+            "sees_order": model_sees_order(whole.module),
+            "pure": choice.pure,
+            "quiet": choice.same_under_no_grad,
             "environment": environment(device),
             "switches": packed(dict(origin.switches), {}, ""),
             "shared_weights": shared,
@@ -221,6 +207,32 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
         }
         container.write(target, folder, facts)
     return Saved(candidate.name, not keeps)
+
+
+def _write_built(
+    origin: Origin, folder: Path, *, keeps: bool
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Write what was built for each bucket: its constants, and whether any wrote something.
+
+    Args:
+        origin: what was built.
+        folder: where to.
+        keeps: whether `load` can use it; else it is a cache for building it again, if at all.
+    """
+    constants: dict[str, torch.Tensor] = {}
+    seen: set[str] = set()
+    wrote = False
+    for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
+        if built.save is not None and (keeps or origin.candidate.loader is None):
+            place = folder / STRATEGY / str(index)
+            place.mkdir(parents=True)
+            kept = built.save(place) or Kept({})
+            constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
+            seen |= {prefix_of(index) + name for name in kept.seen}
+            wrote = True
+    if constants:
+        write_tensors(folder / CONSTANTS, constants, once=True, seen=seen)
+    return constants, wrote
 
 
 def argument_names_of(module: nn.Module) -> list[str]:

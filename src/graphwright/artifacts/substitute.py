@@ -30,7 +30,8 @@ from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from ..strategies.registry import LOSSY, is_ours, parse_candidates, savable_form
-from .tuned_module import Absent, Origin, TunedModule
+from .fallback import Absent
+from .tuned_module import Origin, TunedModule, choice_of
 
 # Up to this factor the form of the choice that can be saved is as good as the choice.
 _AS_GOOD = 1.03
@@ -103,7 +104,7 @@ def substitutes(tuned: TunedModule, origin: Origin, failures: list[str]) -> Iter
         origin: what it was made of.
         failures: gets the reason of each candidate that fails.
     """
-    module, report = tuned._choice.module, tuned.report
+    module, report = choice_of(tuned).module, tuned.report
     if isinstance(module, Absent):
         return
     builder = _Builder(module, origin)
@@ -112,21 +113,29 @@ def substitutes(tuned: TunedModule, origin: Origin, failures: list[str]) -> Iter
     # Memory and first answers are not measured here.
     if candidate is not None and report.objective in OF_TIME and report.row(candidate.name) is None:
         form = builder.built(candidate, None, failures)
-    chosen = report.chosen_row
-    rows = [row for row in report.rows if row.status is Status.OK and row is not chosen]
-    better = sorted(rows, key=report.cost)
-    rest: list[Row] = []
-    if form is not None and chosen is not None:
-        ratio = form.ratio(report.objective)
-        limit = 0.0 if ratio <= _AS_GOOD else ratio * report.cost(chosen)
-        better, rest = (
-            [row for row in better if report.cost(row) < limit],
-            [row for row in better if report.cost(row) >= limit],
-        )
+    ratio = None if form is None else form.ratio(report.objective)
+    better, rest = _before_and_behind(report, ratio)
     yield from builder.built_of(better, failures)
     if form is not None:
         yield form
     yield from builder.built_of(rest, failures)
+
+
+def _before_and_behind(report: Report, ratio: float | None) -> tuple[list[Row], list[Row]]:
+    """Rows that were right other than the choice, best first: those before and behind its form.
+
+    Args:
+        report: of tuning.
+        ratio: time of the form that can be saved, relative to the choice; None if there is none.
+    """
+    chosen = report.chosen_row
+    rows = [row for row in report.rows if row.status is Status.OK and row is not chosen]
+    rows.sort(key=report.cost)
+    if ratio is None or chosen is None:
+        return rows, []
+    limit = 0.0 if ratio <= _AS_GOOD else ratio * report.cost(chosen)
+    before = sum(report.cost(row) < limit for row in rows)
+    return rows[:before], rows[before:]
 
 
 def _named(name: str) -> Candidate | None:

@@ -39,8 +39,10 @@ from ..errors import (
     first_line,
     user_frame,
 )
+from ..graphs.call_spec import signature_of
+from ..graphs.call_work import resolved
 from ..graphs.capture import refusal_of
-from ..graphs.captured_call import resolved, signature_of
+from ..graphs.comparison import check_same_result, rounding_of
 from ..graphs.conditions import (
     as_captured,
     for_inference,
@@ -50,7 +52,6 @@ from ..graphs.conditions import (
 from ..graphs.host_draws import Draw
 from ..graphs.python_state import PythonState, StateChanges, place_of
 from ..graphs.static_tensors import refuse_results
-from ..graphs.warmup import check_same_result, rounding_of
 from . import obstacles
 from .finding import Finding, Place, place_of_code, place_of_error, place_of_line
 from .functions import FunctionObserver

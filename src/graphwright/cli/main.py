@@ -55,7 +55,7 @@ _DEVICE = click.option(
 )
 _FILE = click.Path(dir_okay=False)
 _WITH_SAMPLES = click.option(
-    "--with-samples", is_flag=True, help="With --html: have every raw sample in the page, too."
+    "--with-samples", is_flag=True, help="With --html: have every single timing in the page, too."
 )
 
 
@@ -130,7 +130,7 @@ def main() -> None:
     help="What to optimize for.",
 )
 @click.option(
-    "--allow", multiple=True, metavar="NAME", help="A lossy rewrite to try: tf32, bf16, fp16."
+    "--allow", multiple=True, metavar="NAME", help="A lower precision to try: tf32, bf16, fp16."
 )
 @click.option(
     "--strategies", metavar="A,B", help="Try only these, such as torchscript,inductor+graph."
@@ -145,7 +145,7 @@ def main() -> None:
 @click.option(
     "--budget",
     type=_Seconds(),
-    help="Take no longer than this: 120s or 2m; by default 60s, up to 120s if needed.",
+    help="Aim to take no longer than this: 120s or 2m; by default 60s, up to 120s if needed.",
 )
 @click.option(
     "--exhaustive", is_flag=True, help="Also try strategies that cannot win, with no time limit."
@@ -238,7 +238,7 @@ def tune(
     accelerators: Sequence[str],
     out: str | None,
 ) -> None:
-    """Benchmark every available backend for TARGET, verify each, and report the fastest.
+    """Benchmark the strategies that usually pay off, verify each, and report the fastest.
 
     TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
     and returns (model, args) or (model, args, kwargs). A module class also works, with --input.

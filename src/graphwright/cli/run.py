@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..artifacts.loading import load
-from ..artifacts.tuned_module import of_tensors
+from ..artifacts.tuned_module import choice_of, of_tensors
 from ..calls.plurals import counted
 from ..errors import TargetError
 from ..evaluation.measurement import Samples, Timer, collection_held_off
@@ -77,7 +77,7 @@ def run_artifact(
     with torch.cuda.device(device) if chosen else contextlib.nullcontext():
         tuned = of_tensors(load(file, model, trust=trust))
     load_s = time.perf_counter() - began
-    origin = tuned._choice.origin
+    origin = choice_of(tuned).origin
     assert origin is not None
     if device is not None and origin.device.type != device.type:
         raise TargetError(
@@ -100,7 +100,7 @@ def run_artifact(
         for way, n in tuned.calls.items()
         if not way.startswith("tuned")
     ]
-    how = [*tuned._choice.loaded]
+    how = [*choice_of(tuned).loaded]
     return ArtifactRun(
         file, tuned.report, origin.device, how, load_s, first_s, latencies, fallbacks
     )

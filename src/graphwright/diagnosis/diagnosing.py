@@ -81,7 +81,7 @@ def diagnose(
     named = dict(kwargs or {})
     graph = _graph_of(graphed, tuple(args), named)
     ordered = graph.signature.in_order(named)
-    leaves, _ = flatten(tuple(args), ordered, objects=graph._takes_objects)
+    leaves, _ = flatten(tuple(args), ordered, objects=graph.spec.takes_objects)
     found = _Diagnosing(graph, leaves, timeout_s).run(
         isolate=graph.device.type == "cuda" if isolate is None else isolate
     )
@@ -104,9 +104,9 @@ def _graph_of(
         if not graphed.signature.fits(args, kwargs):
             differs = graphed.signature.differences(args, kwargs, "captured")
             raise SignatureError(f"The graph was captured for another call: {differs}.")
-        if graphed._trained is not None:
+        if graphed.spec.trained is not None:
             raise OptionError("The graph of a training step cannot be compared with eager.")
-        graphed._ready()
+        _ = graphed.recorded  # Raises where it cannot be replayed.
         return graphed
     graphs = graphed._graphs if isinstance(graphed, GraphedModule) else graphed
     assert isinstance(graphs, GraphedCallable)
@@ -212,7 +212,7 @@ class _Diagnosing:
 
     def _lockstep(self, error: str) -> Diagnosis:
         graph = self._graph
-        warmed = graph._warmed
+        warmed = graph.warmed
         outside = set() if warmed is None else {s._cdata for s in warmed.external}
         if graph.tree is not None:
             outside |= set(graph.tree.external)
@@ -221,7 +221,7 @@ class _Diagnosing:
             for pretend in (False, True):
                 if found is None or found.cause is Cause.OPERATIONS:
                     replay = replay_of(graph, self._arguments)
-                    steps = Lockstep(replay, Origins(graph._module), outside)
+                    steps = Lockstep(replay, Origins(graph.spec.module), outside)
                     graph.run_eagerly(self._arguments, steps, pretend=pretend)
                     found = more_telling(found, steps.parting or steps.unsteady.first)
         if found is None:
@@ -286,7 +286,7 @@ class _Diagnosing:
 
     def _of_error(self, error: CaptureError) -> Diagnosis:
         """Eager raises: run it again to see in which operation."""
-        seen = _Latest(Origins(self._graph._module))
+        seen = _Latest(Origins(self._graph.spec.module))
         cause = error.__cause__
         try:
             self._graph.run_eagerly(self._arguments, seen)

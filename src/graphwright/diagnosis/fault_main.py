@@ -110,7 +110,7 @@ def main(task: str, told: str) -> None:
     fn, args, kwargs = torch.load(task, weights_only=False)
     with torch.no_grad():
         graph = CapturedCall(fn, args, kwargs, breaks="auto")
-        device, origins = graph.device, Origins(graph._module)
+        device, origins = graph.device, Origins(graph.spec.module)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         teller.say("phase", phase="eager")
@@ -138,7 +138,7 @@ def _replay(graph: CapturedCall, origins: Origins, teller: _Teller) -> None:
     marking = _Marking(origins, device) if device.type == "cuda" else None
     by = Observer(origins) if marking is None else marking
     with graph.recorded_again(by) as twin:
-        recording: Any = twin._ready()
+        recording: Any = twin.recorded.recording
         recording = getattr(recording, "drawn_beside", recording)
         if isinstance(recording, CpuRecording):
             for index, step in enumerate(recording.step_by_step()):

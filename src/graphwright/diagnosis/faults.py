@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ..calls.split import unflatten
 from ..errors import first_line
 from ..graphs.captured_call import CapturedCall
 from ..graphs.memory import format_bytes
@@ -77,14 +76,14 @@ def look_for_fault(
     """
     import cloudpickle
 
-    held = [*graph._module.parameters(), *graph._module.buffers()]
+    held = [*graph.spec.module.parameters(), *graph.spec.module.buffers()]
     size = sum(tensor.nbytes for tensor in held)
     if size > _MOST_BYTES:
         return None, (
             f"No child process looked for faults of the device: the model's {format_bytes(size)} "
             "are too much to pickle."
         )
-    args, kwargs = unflatten(list(arguments), graph._spec)
+    args, kwargs = graph.spec.arguments(list(arguments))
     with tempfile.TemporaryDirectory(prefix="graphwright-") as folder:
         task, told = Path(folder, "task"), Path(folder, "told")
         told.touch()

@@ -109,13 +109,12 @@ class BreakReplayed:
 
 def replay_of(graph: CapturedCall, arguments: Any) -> Iterator[Replayed | BreakReplayed]:
     """The operations of a graph on the CPU for some arguments; the caller repeats each."""
-    tree = graph.tree
-    inputs = graph._inputs if tree is None else tree.inputs
-    assert inputs is not None
+    recorded = graph.recorded
+    tree = recorded.tree
     with torch.no_grad():
-        inputs.fill(arguments)
+        recorded.inputs.fill(arguments)
     if tree is None:
-        yield from _steps(graph._ready())
+        yield from _steps(recorded.recording)
         return
     node = tree.root
     while node is not None:

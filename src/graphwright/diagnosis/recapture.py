@@ -90,7 +90,7 @@ def stale_node(
         arguments: leaves of the arguments.
         outside: memory from outside that the call writes to.
     """
-    by = _Numbered(Origins(graph._module))
+    by = _Numbered(Origins(graph.spec.module))
     matters = _Patches(graph, arguments, outside)
     with contextlib.ExitStack() as stack:
         # One is observed, to know the operations; compiled code is another under observation.
@@ -350,11 +350,11 @@ def first_wrong(
     Returns:
         where they part; how many operations were compared; the kernels of that operation.
     """
-    origins, start, compared = Origins(graph._module), 0, 0
+    origins, start, compared = Origins(graph.spec.module), 0, 0
     while True:
         keeper = _Keeper(origins, start)
         with graph.recorded_again(keeper, arguments) as twin:
-            nodes, keys = _cuda(twin._ready()).inspect()
+            nodes, keys = _cuda(twin.recorded.recording).inspect()
             twin.replay_sample()
             found = None
             for pretend in (False, True):

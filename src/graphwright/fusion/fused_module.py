@@ -38,7 +38,7 @@ from ..calls.options import (
 )
 from ..calls.plurals import counted
 from ..calls.signature import CallSignature, inside_transform, quick_key
-from ..calls.split import Args, Kwargs
+from ..calls.split import Args, Kwargs, require_grad
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
 from ..graphs.composition import (
@@ -61,7 +61,7 @@ from ..graphs.taken_apart import (
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, progress_shown
-from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
+from .pass_manager import PASSES, Fused, Region, fused_call, passes_named
 from .passes.base import Pass
 from .tracing import global_hooks
 
@@ -348,24 +348,30 @@ class FusedModule(ModuleProxy):
             with fusion.turns.calling():
                 return fusion.module(*args, **kwargs)
         found = fusion.fitting(args, kwargs)
-        why = fusion.why_not_yet(args, kwargs) if found is None else None
-        if found is None and why is None:
-            try:
-                found = fusion.add(args, kwargs)
-            except Exception as error:
-                # What fails in the model fails below as it does in the model.
-                fusion.last_problem = " ".join(filter(None, in_words(error)))
-        fused = None if found is None else found[1]
-        if fused is not None and not fused.pays_alone:
-            why = _COSTS_MORE
-        if found is None or fused is None or fused.call is None or not fused.pays_alone:
-            fusion.count_eager(why or _NOT_FUSED)
+        if found is None:
+            found, why = self._fuse_now(args, kwargs)
+        if found is None or found[1].call is None or not found[1].pays_alone:
+            costs_more = found is not None and not found[1].pays_alone
+            fusion.count_eager(_COSTS_MORE if costs_more else why or _NOT_FUSED)
             with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)
         fusion.calls["fused"] += 1
-        fused.answered += 1
+        found[1].answered += 1
         with torch.no_grad():
-            return fused.call(*args, **found[0].in_order(kwargs))
+            return found[1].call(*args, **found[0].in_order(kwargs))
+
+    def _fuse_now(
+        self, args: Args, kwargs: Kwargs
+    ) -> tuple[tuple[CallSignature, Fused] | None, str | None]:
+        """What is made for calls like this one, or the reason why nothing is, if it is known."""
+        why = self._fusion.why_not_yet(args, kwargs)
+        if why is None:
+            try:
+                return self._fusion.add(args, kwargs), None
+            except Exception as error:
+                # What fails in the model fails below as it does in the model.
+                self._fusion.last_problem = " ".join(filter(None, in_words(error)))
+        return None, why
 
     def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
         if self._wants_grad(args, kwargs):
@@ -385,7 +391,7 @@ class FusedModule(ModuleProxy):
 
     def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
         return torch.is_grad_enabled() and (
-            in_training(self._fusion.module) or wants_grad(args, kwargs)
+            in_training(self._fusion.module) or require_grad(args, kwargs)
         )
 
     def _outdated(self) -> str | None:

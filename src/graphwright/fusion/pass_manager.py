@@ -337,7 +337,6 @@ def _optimised(
     if problem or not work.measure:
         return call, problem
     known = truth()
-    device = tensors_of((args, kwargs))[0].device
     # What is wrong, or had no time, is not tried again with fewer others.
     left_out = list(region.left_out)
     names = {name for name, _ in left_out}
@@ -346,46 +345,92 @@ def _optimised(
         done = {each for each, _ in region.done} & {each.name for each in group}
         if not done or work.why_not:
             continue
-        work.doing(f"leaving out {name}")
-        without = None
-        gc.collect(1)  # The last one, which may hold folded weights.
         fewer = replace(work, passes=[each for each in work.passes if each not in group])
-        other = Region(region.path)
-        # Only what will be used is worth verifying.
-        given = traced, module, args, kwargs, fewer, state, other
-        without, problem = _rewritten(*given, lambda: None)
-        if problem:
-            continue
-        work.doing(f"timing {name}")
-        try:
-            now, then = compared((call, without), args, kwargs, device, kept)
-        except Exception as error:
-            region.untimed[name] = first_line(error)
-            continue
-        region.gained[name] = then - now
-        if then >= (1 - WORTH) * now or (known is not None and not verify(without, known).ok):
-            continue
-        why = f"{_loses(now, then)}, with {name}"
-        left_out += [(each.name, why) for each in group if each.name in done]
-        call, work = without, fewer
-        other.gained, other.untimed = region.gained, region.untimed
-        vars(region).update(vars(other))
+        found = _faster(name, call, traced, module, args, kwargs, fewer, state, region, known, kept)
+        if found is not None:
+            call, why = found
+            work = fewer
+            left_out += [(each.name, why) for each in group if each.name in done]
     region.left_out[:] = left_out
-    if region.done:
-        work.doing("timing all passes")
-        try:
-            now, then = compared((call, module), args, kwargs, device, kept)
-        except Exception as error:
-            region.untimed[ALL] = first_line(error)
-            return call, ""
-        region.gained[ALL] = then - now
-        if then < (1 - WORTH) * now:
-            why = f"{_loses(now, then)}, {ALL}"
-            region.left_out += [(name, why) for name in dict.fromkeys(n for n, _ in region.done)]
-            region.done.clear()
-            region.operations, region.nbytes = region.operations[:1] * 2, region.nbytes[:1] * 2
-            return module, ""
-    return call, ""
+    return _if_it_pays(call, module, args, kwargs, work, region, kept), ""
+
+
+def _faster(
+    name: str,
+    call: Callable[..., Any],
+    traced: Traced,
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    fewer: _Work,
+    state: ModuleState,
+    region: Region,
+    known: Reference | None,
+    kept: Kept,
+) -> tuple[Callable[..., Any], str] | None:
+    """A call without a group of passes, and what these lose; None if it is not faster.
+
+    The region is then that of the faster call.
+    """
+    fewer.doing(f"leaving out {name}")
+    gc.collect(1)  # The last one, which may hold folded weights.
+    other = Region(region.path)
+    # Only what will be used is worth verifying.
+    given = traced, module, args, kwargs, fewer, state, other
+    without, problem = _rewritten(*given, lambda: None)
+    if problem:
+        return None
+    fewer.doing(f"timing {name}")
+    times = _times((call, without), args, kwargs, region, name, kept)
+    if times is None or times[1] >= (1 - WORTH) * times[0]:
+        return None
+    if known is not None and not verify(without, known).ok:
+        return None
+    other.gained, other.untimed = region.gained, region.untimed
+    vars(region).update(vars(other))
+    return without, f"{_loses(*times)}, with {name}"
+
+
+def _if_it_pays(
+    call: Callable[..., Any],
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    work: _Work,
+    region: Region,
+    kept: Kept,
+) -> Callable[..., Any]:
+    """A call after its passes, or the module itself if that is faster."""
+    if not region.done:
+        return call
+    work.doing("timing all passes")
+    times = _times((call, module), args, kwargs, region, ALL, kept)
+    if times is None or times[1] >= (1 - WORTH) * times[0]:
+        return call
+    why = f"{_loses(*times)}, {ALL}"
+    region.left_out += [(name, why) for name in dict.fromkeys(n for n, _ in region.done)]
+    region.done.clear()
+    region.operations, region.nbytes = region.operations[:1] * 2, region.nbytes[:1] * 2
+    return module
+
+
+def _times(
+    calls: tuple[Callable[..., Any], Callable[..., Any]],
+    args: Args,
+    kwargs: Kwargs,
+    region: Region,
+    name: str,
+    kept: Kept,
+) -> tuple[float, float] | None:
+    """Seconds of a call with something and without it, noted by its name; None if they fail."""
+    device = tensors_of((args, kwargs))[0].device
+    try:
+        now, then = compared(calls, args, kwargs, device, kept)
+    except Exception as error:
+        region.untimed[name] = first_line(error)
+        return None
+    region.gained[name] = then - now
+    return now, then
 
 
 def _loses(now: float, then: float) -> str:
@@ -412,15 +457,54 @@ def _rewritten(
     """
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    device = samples[0].device
     known = None if together else truth()
     if known is not None:
         verdict = _verdict(traced.call(traced.graph), known)
         if verdict:
             return module, f"its graph computes something else: {verdict}"
-    writes: bool | None = None
     graph = copy_of(traced.graph) if together else traced.graph
-    problem = ""
+    graph, problem = _after_passes(
+        traced, graph, samples, work, state, region, known, together=together
+    )
+    if not problem:
+        region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
+        # The traced graph itself stays as it is.
+        ended = graph if together else copy_of(graph)
+        call, problem = _ended(traced, ended, samples, work, state, truth)
+        if call is not None and not problem:
+            return call, ""
+    if not together:
+        return module, problem
+    region.done.clear()
+    region.left_out.clear()
+    again = traced, module, args, kwargs, work, state, region, truth
+    return _rewritten(*again, together=False)
+
+
+def _after_passes(
+    traced: Traced,
+    graph: fx.GraphModule,
+    samples: Sequence[torch.Tensor],
+    work: _Work,
+    state: ModuleState,
+    region: Region,
+    known: Reference | None,
+    *,
+    together: bool,
+) -> tuple[fx.GraphModule, str]:
+    """A graph after all passes; what went wrong, if that ends it.
+
+    Args:
+        traced: where it comes from.
+        graph: that is changed, if `together`.
+        samples: tensors to call it with.
+        work: the passes.
+        state: the model's.
+        region: gets what was done and what was left out.
+        known: what each pass is compared with, if it is.
+        together: whether a pass that fails ends it; else it is left out.
+    """
+    writes: bool | None = None
     for each in work.passes:
         if each is not CLEAN:
             if work.why_not:
@@ -431,55 +515,58 @@ def _rewritten(
                 region.left_out.append(("others", why))
             if writes:
                 continue
-        verdict = ""
         if not together:
             work.doing(f"verifying the pass {each.name}")
+        verdict = ""
         try:
-            result = each(graph, device, in_place=together)
-            if not result.changes:
-                continue
-            if known is not None:
+            result = each(graph, samples[0].device, in_place=together)
+            if result.changes and known is not None:
                 candidate = _in_layout(traced, copy_of(result.model), samples, state)
                 verdict = _verdict(traced.call(candidate), known)
         except Exception as error:
-            verdict = problem = f"{type(error).__name__}: {first_line(error)}"
+            verdict = _in_short(error)
             if together:
-                break
+                return graph, verdict
         if verdict:
             region.left_out.append((each.name, verdict))
-            continue
-        graph = result.model
-        region.done += [(each.name, change) for change in result.changes]
-    else:
-        problem = ""
-        region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
-        work.doing("running the graph")
-        try:
-            # The traced graph itself stays as it is.
-            ended = graph if together else copy_of(graph)
-            with asking_for_kernels(graph, samples, work.kernels):
-                call = traced.call(_in_layout(traced, ended, samples, state))
-        except Exception as error:
-            problem = f"{type(error).__name__}: {first_line(error)}"
-        known = truth()
-        if work.kernels.running:
-            work.doing("compiling kernels")
-            work.kernels.wait()
-        if not problem and known is not None:
-            work.doing("verifying")
-            try:
-                final = verify(call, known)
-                problem = "" if final.ok else final.reason
-            except Exception as error:
-                problem = f"{type(error).__name__}: {first_line(error)}"
-        if not problem:
-            return call, ""
-    if not together:
-        return module, problem
-    region.done.clear()
-    region.left_out.clear()
-    again = traced, module, args, kwargs, work, state, region, truth
-    return _rewritten(*again, together=False)
+        elif result.changes:
+            graph = result.model
+            region.done += [(each.name, change) for change in result.changes]
+    return graph, ""
+
+
+def _ended(
+    traced: Traced,
+    graph: fx.GraphModule,
+    samples: Sequence[torch.Tensor],
+    work: _Work,
+    state: ModuleState,
+    truth: Callable[[], Reference | None],
+) -> tuple[GraphCall | None, str]:
+    """What calls a graph, with all kernels compiled; what is wrong with it, if anything is."""
+    call, problem = None, ""
+    work.doing("running the graph")
+    try:
+        with asking_for_kernels(graph, samples, work.kernels):
+            call = traced.call(_in_layout(traced, graph, samples, state))
+    except Exception as error:
+        problem = _in_short(error)
+    known = truth()
+    if work.kernels.running:
+        work.doing("compiling kernels")
+        work.kernels.wait()
+    if call is None or known is None:
+        return call, problem
+    work.doing("verifying")
+    try:
+        final = verify(call, known)
+    except Exception as error:
+        return call, _in_short(error)
+    return call, "" if final.ok else final.reason
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _in_layout(
@@ -636,8 +723,3 @@ def _part(module: nn.Module, signature: CallSignature, call: Callable[..., Any])
 
     vars(part)["forward"] = forward
     return part
-
-
-def wants_grad(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a tensor among a call's arguments requires grad."""
-    return any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))

@@ -118,13 +118,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
 
 
 def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | None) -> Traced:
-    if global_hooks():
-        raise Untraceable("there are global forward hooks")
-    for name, child in model.named_modules():
-        if any(getattr(child, kind, None) for kind in FORWARD_HOOKS):
-            raise Untraceable(f"{name or 'the module'} has forward hooks")
-    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        raise Untraceable("autocast is on: convert the model instead")
+    _refuse_surroundings(model)
     leaves, spec = flatten(args, kwargs)
     slots = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if not slots:
@@ -189,6 +183,17 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
     _check(graph, model)
     strides = [leaf.stride() for leaf in first if isinstance(leaf, torch.Tensor)]
     return Traced(graph, strides, slots, kept[0])
+
+
+def _refuse_surroundings(model: nn.Module) -> None:
+    """Refuse hooks, which no graph runs, and autocast, which it would not follow."""
+    if global_hooks():
+        raise Untraceable("there are global forward hooks")
+    for name, child in model.named_modules():
+        if any(getattr(child, kind, None) for kind in FORWARD_HOOKS):
+            raise Untraceable(f"{name or 'the module'} has forward hooks")
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        raise Untraceable("autocast is on: convert the model instead")
 
 
 def global_hooks() -> bool:

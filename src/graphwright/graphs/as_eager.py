@@ -7,6 +7,7 @@ every mask; segments with the look between them are faster for most. Both are ca
 
 from __future__ import annotations
 
+import enum
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,26 @@ _BELOW = 0.9
 _MOST_LOOKS = 3
 
 
+class CaptureMode(enum.Enum):
+    """What libraries are told that ask whether a capture is under way, and what is recorded then.
+
+    Attributes:
+        UNDECIDED: that one is, as long as the call runs the same in eager mode.
+        CAPTURED: that one is.
+        EAGER: that none is; one graph of what eager code runs.
+        LOOKING: that none is; segments between what libraries read there.
+        as_eager: whether they are told that none is.
+    """
+
+    UNDECIDED = "undecided", False
+    CAPTURED = "captured", False
+    EAGER = "eager", True
+    LOOKING = "looking", True
+
+    def __init__(self, name: str, as_eager: bool) -> None:
+        self.as_eager = as_eager
+
+
 class Twin(Protocol):
     """A captured call, as far as it is used here."""
 
@@ -48,7 +69,7 @@ class Twin(Protocol):
 
 
 def is_faster_as_eager(
-    make: Callable[[bool], Twin], args: Args, kwargs: Kwargs, device: torch.device
+    make: Callable[[CaptureMode], Twin], args: Args, kwargs: Kwargs, device: torch.device
 ) -> bool:
     """Time a call in segments as eager code runs it beside one graph; both are closed again.
 
@@ -63,14 +84,14 @@ def is_faster_as_eager(
     """
     twins: list[Twin] = []
     try:
-        for in_segments in (True, False):
-            twin = make(in_segments)
+        for mode in (CaptureMode.LOOKING, CaptureMode.CAPTURED):
+            twin = make(mode)
             twins.append(twin)
             twin.warm()
             if _changes_something(twin):
                 return False
             twin.record()
-            if _changes_something(twin) or (in_segments and not _only_looks(twin)):
+            if _changes_something(twin) or (mode is CaptureMode.LOOKING and not _only_looks(twin)):
                 return False
         in_segments_s, whole_s = _median_seconds(twins, args, kwargs, device)
         return twins[0].given_up is None and in_segments_s <= _BELOW * whole_s

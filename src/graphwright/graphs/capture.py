@@ -17,12 +17,12 @@ from ..calls.modules import FunctionModule
 from ..calls.options import device_problem, flag_problem, names_checked, refuse
 from ..calls.split import Args, Kwargs
 from ..errors import CaptureError
-from .captured_call import CapturedCall, Outputs, device_of
+from .call_spec import device_of
+from .captured_call import CapturedCall, Outputs
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
 from .inspection.origins import Observer, Origins, observing
-from .memory import MemoryPool, MemoryPrediction, pool_of_one_graph, pool_problem
-from .recorder import Recorder
+from .memory import MemoryPool, MemoryPrediction, pool_of_one_graph, pool_problem, recording_in
 from .transaction import transaction
 
 
@@ -157,25 +157,34 @@ def capturing(
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
     nothing = FunctionModule(_nothing)
     where = device_of((), {}, nothing, pool) if device is None else torch.device(device)
-    graph = Graph(pool, "a block")
-    by = Observer(Origins(None)) if annotate else None
-    with pool._lock:
-        recorder: Recorder = pool._recorder_for(where)
-        before = recorder.reserved
-        graph.state = GraphState.CAPTURING
-        try:
-            with transaction(pool, nothing, lambda: None):
-                with autocast_cache_apart(), observing(by), recorder.open() as recorded:
-                    yield graph
-                graph._set_recording(recorded(), before, 0)
-                graph._origins = None if by is None else by.recorded
-            if pool._over_limit(before):
-                raise pool._exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
-        except BaseException:
-            graph.close()
-            raise
-        graph.state = GraphState.READY
-        pool._add(graph)
+    graph = CapturedBlock(pool, "a block")
+    try:
+        with graph.recorded(where, Observer(Origins(None)) if annotate else None):
+            yield graph
+    except BaseException:
+        graph.close()
+        raise
+
+
+class CapturedBlock(Graph):
+    """The graph of a `with` block."""
+
+    @contextlib.contextmanager
+    def recorded(self, device: torch.device, by: Observer | None) -> Iterator[None]:
+        """Record the block.
+
+        Args:
+            device: where it runs.
+            by: is told of its operations.
+        """
+        self.state = GraphState.CAPTURING
+        with recording_in(self.pool, self, device) as admission:
+            with transaction(self.pool, FunctionModule(_nothing), lambda: None):
+                with autocast_cache_apart(), observing(by), admission.recorder.open() as recorded:
+                    yield
+                self._take(recorded(), admission.before, 0)
+                self._origins = None if by is None else by.recorded
+            self.state = GraphState.READY
 
 
 def _nothing() -> None:

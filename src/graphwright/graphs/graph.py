@@ -16,7 +16,7 @@ from .conditions import capturing_now
 from .inspection.node import Node, arranged
 from .inspection.nodes import Nodes
 from .inspection.origins import Operation
-from .memory import GraphMemory, MemoryPool
+from .memory import GraphMemory, MemoryPool, close_if_left, leave, lock_of, retire, sweep
 from .recorder import Recording
 
 _UNKNOWN_BLOCK = (
@@ -57,6 +57,7 @@ class Graph:
         """Make an empty graph; users call `capture`, `capturing` or `graph`."""
         self.state = GraphState.NEW
         self.pool = pool
+        self._lock = lock_of(pool)
         self.name = name
         self._evictable = evictable
         self.mutates = True
@@ -111,7 +112,7 @@ class Graph:
         Raises:
             CaptureError: the graph is closed, or there is no driver to ask.
         """
-        with self.pool._lock:
+        with self._lock:
             self._ready()
             notes: list[str] = []
             found = self._listed(notes)
@@ -135,7 +136,7 @@ class Graph:
         Raises:
             CaptureError: the graph is closed, or no CUDA graph.
         """
-        with self.pool._lock:
+        with self._lock:
             self._ready().dump(Path(path))
 
     def _recordings(self) -> list[Recording]:
@@ -155,7 +156,7 @@ class Graph:
         if len(found) > 1:
             notes.append("A call in segments is not timed here: profile it as a whole.")
             return found
-        self.pool._order()
+        recording.order()
         timed = recording.timed(found[0])
         if timed is None:
             notes.append("The profiler's trace does not match the nodes one to one: no times.")
@@ -168,9 +169,9 @@ class Graph:
         Raises:
             CaptureError: the graph is closed.
         """
-        with self.pool._lock:
+        with self._lock:
             recording = self._ready()
-            self.pool._order()
+            recording.order()
             recording.replay()
 
     @opaque
@@ -195,21 +196,21 @@ class Graph:
         if capturing_now():
             self._retire()
             return
-        with self.pool._lock:  # Another thread may be in a call of it.
+        with self._lock:  # Another thread may be in a call of it.
             self._retire()
-            self.pool._sweep()
-            self.pool._leave()
+            sweep(self.pool)
+            close_if_left(self.pool)
 
     def __del__(self) -> None:
         if getattr(self, "state", GraphState.CLOSED) is GraphState.CLOSED:
             return
         self._retire()
         # A finalizer may run at any time and on any thread: it must not wait.
-        if not capturing_now() and self.pool._lock.acquire(blocking=False):
+        if not capturing_now() and self._lock.acquire(blocking=False):
             try:
-                self.pool._sweep()
+                sweep(self.pool)
             finally:
-                self.pool._lock.release()
+                self._lock.release()
 
     def __enter__(self) -> Graph:
         return self
@@ -247,13 +248,13 @@ class Graph:
         Destroying a CUDA graph would break that capture (pytorch #91302).
         """
         self.state = GraphState.CLOSED
-        self.pool._remove(self)
+        leave(self.pool, self)
         recording, self._recording = self._recording, None
         if recording is not None:
-            self.pool._retire(recording)
+            retire(self.pool, recording)
         self._held = []
 
-    def _set_recording(self, recording: Recording, before: int, predicted: int) -> None:
+    def _take(self, recording: Recording, before: int, predicted: int) -> None:
         """Take a recording over, and note what it cost.
 
         Args:
@@ -264,9 +265,7 @@ class Graph:
         recording.name = self.name
         self._recording = recording
         self._held += recording.external
-        recorder = self.pool._recorder_for(self.pool.device or torch.device("cpu"))
-        self.pool._update_high_water()
-        self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)
+        self.memory = GraphMemory(self.name, self.pool.reserved - before, predicted)
 
 
 def with_operations(

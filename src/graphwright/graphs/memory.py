@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +20,7 @@ from ..calls.plurals import counted
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .capture_budget import CaptureBudget
 from .conditions import keep_while_capturing
-from .recorder import Recorder, Recording
+from .recorder import Allocate, Recorder, Recording
 
 # PyTorch's CUDA allocator packs blocks of up to 10 MiB into shared segments of up to 20 MiB, and
 # gives each larger block its own segment, rounded up to 2 MiB.
@@ -105,6 +107,9 @@ class PooledGraph(Protocol):
     def close(self) -> None:
         """Close the graph."""
 
+    def _retire(self) -> None:
+        """Close it without touching the device."""
+
 
 class MemoryPool:
     """Memory that graphs share, with an optional limit.
@@ -160,29 +165,6 @@ class MemoryPool:
         if hasattr(self, "_retired"):
             keep_while_capturing(self._recorder, self._retired)
 
-    def _recorder_for(self, device: torch.device) -> Recorder:
-        """The pool's recorder, made on first use.
-
-        Raises:
-            CaptureError: the pool is closed, or on another device.
-        """
-        if self._closed:
-            raise CaptureError("The pool is closed.", remedy="Make another MemoryPool.")
-        if self._recorder is None:
-            if self.device is not None and not _same_device(self.device, device):
-                raise CaptureError(
-                    f"The pool is on {self.device}, the call on {device}.",
-                    remedy="Use one pool for each device.",
-                )
-            self._recorder = _make_recorder(device)
-            self.device = self._recorder.device
-        elif not _same_device(self._recorder.device, device):
-            raise CaptureError(
-                f"The pool is on {self._recorder.device}, the call on {device}.",
-                remedy="Use one pool for each device.",
-            )
-        return self._recorder
-
     @property
     def closed(self) -> bool:
         """Whether the pool was closed for good."""
@@ -235,103 +217,15 @@ class MemoryPool:
         held = f"{counted(len(self._alive()), 'graph')} in {format_bytes(self.reserved)}{limit}"
         return f"<MemoryPool on {self.device}: {held}>"
 
-    # What follows is for graphs and the room, and no part of the public face.
-
-    def _predicted(self, segments: Sequence[int]) -> int:
-        """Bytes by which the pool would grow for work that takes these segments in an empty pool.
-
-        Free memory of the pool's segments is used first. A block with its own segment needs one
-        free range; all other blocks share what is left. This is a lower bound, so `record` checks
-        the growth again afterwards.
-        """
-        if self._recorder is None:
-            return sum(segments)
-        free = sorted(self._recorder.free_ranges())
-        missing = 0
-        for segment in sorted((s for s in segments if s > _SHARED_SEGMENT), reverse=True):
-            index = next((i for i, size in enumerate(free) if size >= segment - _ROUNDING), None)
-            if index is None:
-                missing += segment
-            else:
-                free[index] = max(0, free[index] - segment)
-        shared = sum(s for s in segments if s <= _SHARED_SEGMENT)
-        return missing + max(0, shared - sum(free))
-
-    def _admit(self, graph: PooledGraph, prediction: MemoryPrediction) -> None:
-        """Make room for a graph, or refuse it before anything is captured.
-
-        Raises:
-            MemoryBudgetExceeded: the graph does not fit under the limit.
-        """
-        if self.limit is None:
-            return
-        while (growth := self._predicted(prediction.segments)) > 0:
-            if self.reserved + growth <= self.limit:
-                return
-            if sum(prediction.segments) > self.limit or not self._evict_one(graph):
-                raise self._exceeded(graph, prediction)
-
-    def _evict_one(self, newcomer: PooledGraph) -> bool:
-        """Close the least recently used graph that is evictable; False if there is none."""
-        victim = next((g for g in self._alive() if g._evictable and g is not newcomer), None)
-        if not self.evict or victim is None:
-            return False
-        victim.close()
-        self.evictions += 1
-        self._trim()
-        return True
-
-    def _exceeded(self, graph: PooledGraph, prediction: MemoryPrediction) -> MemoryBudgetExceeded:
-        """The error for a graph that does not fit."""
-        limit = 0 if self.limit is None else self.limit
-        return MemoryBudgetExceeded(
-            f"Capturing {graph.name} takes {format_bytes(sum(prediction.segments))} alone and adds "
-            f"{prediction}; the pool holds {format_bytes(self.reserved)} and may hold "
-            f"{format_bytes(limit)}.",
-            remedy="Raise the pool's limit, capture fewer or smaller shapes, close graphs, or "
-            "allow eviction with MemoryPool(limit, evict=True).",
-        )
-
-    def _over_limit(self, before: int) -> bool:
-        """Whether the pool has grown past its limit since it held `before` bytes."""
-        return self.limit is not None and self.reserved > max(self.limit, before)
-
-    def _update_high_water(self) -> None:
-        """Update the high-water mark, after something was recorded."""
-        self._high_water = max(self._high_water, self.reserved)
-
     def _order(self) -> None:
         """Have what follows on the current stream wait for the pool's last replay."""
         assert self._recorder is not None
         self._recorder.order()
 
-    def _retire(self, recording: Recording) -> None:
-        """Have a recording closed at the next sweep, when that is safe."""
-        self._retired.append(recording)
-
-    def _leave(self) -> None:
-        """Close a pool that was made for one graph, after that graph."""
-        if self._of_one_graph and not self._alive():
-            self.close()
-
-    def _sweep(self) -> None:
-        """Close retired recordings; the lock is held, and this thread is not capturing."""
-        while self._retired:
-            self._retired.popleft().close()
-
     def _trim(self) -> None:
         """Hand back unused memory that no graph might use as workspace."""
         if self._recorder is not None:
             self._recorder.trim()
-
-    def _add(self, graph: PooledGraph) -> None:
-        """Register a graph that was captured."""
-        self._graphs[id(graph)] = weakref.ref(graph)
-
-    def _remove(self, graph: PooledGraph) -> None:
-        """Unregister a graph that is closed."""
-        if self._graphs.pop(id(graph), None) is not None:
-            self._version += 1
 
     def _touch(self, graph: PooledGraph) -> None:
         """Make a graph the most recently used one."""
@@ -339,30 +233,6 @@ class MemoryPool:
         reference = self._graphs.pop(key, None)
         if reference is not None:
             self._graphs[key] = reference
-
-    def _shared_bytes(self) -> Callable[[int], torch.Tensor]:
-        """An allocator for static inputs whose memory the pool's graphs share.
-
-        They can share it since they are copied in at each call. The n-th request of each graph gets
-        a prefix of the n-th buffer.
-        """
-        count = iter(range(1 << 30))
-
-        def allocate(nbytes: int) -> torch.Tensor:
-            index = next(count)
-            known = self._shared.get(index)
-            storage = None
-            if known is not None:
-                storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
-            if storage is None or storage.nbytes() < nbytes:
-                assert self._recorder is not None
-                buffer = self._recorder.allocate(nbytes)
-                self._shared[index] = StorageWeakRef(buffer.untyped_storage())
-                return buffer
-            buffer = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            return buffer.set_(storage, 0, (nbytes,), (1,))
-
-        return allocate
 
     def _alive(self) -> list[PooledGraph]:
         found = [reference() for reference in list(self._graphs.values())]
@@ -374,6 +244,232 @@ def pool_of_one_graph(device: torch.device | str | None = None) -> MemoryPool:
     pool = MemoryPool(device=device)
     pool._of_one_graph = True
     return pool
+
+
+# What graphs do with their pool: no part of its public face.
+
+
+def lock_of(pool: MemoryPool) -> Any:
+    """What is held while a graph of a pool is recorded, replayed or closed."""
+    return pool._lock
+
+
+def recorder_for(pool: MemoryPool, device: torch.device) -> Recorder:
+    """A pool's recorder, made on first use.
+
+    Raises:
+        CaptureError: the pool is closed, or on another device.
+    """
+    if pool._closed:
+        raise CaptureError("The pool is closed.", remedy="Make another MemoryPool.")
+    known = pool.device if pool._recorder is None else pool._recorder.device
+    if known is not None and not _same_device(known, device):
+        raise CaptureError(
+            f"The pool is on {known}, the call on {device}.",
+            remedy="Use one pool for each device.",
+        )
+    if pool._recorder is None:
+        pool._recorder = _make_recorder(device)
+        pool.device = pool._recorder.device
+    return pool._recorder
+
+
+def predict(
+    pool: MemoryPool, segments: Sequence[int], contributors: Sequence[tuple[str, int]] = ()
+) -> MemoryPrediction:
+    """What work will take, with a pool as it is now.
+
+    Args:
+        pool: the pool.
+        segments: bytes of each memory segment that the work takes in an empty pool.
+        contributors: its largest tensors, as (what, bytes).
+    """
+    return MemoryPrediction(_growth(pool, segments), tuple(segments), tuple(contributors))
+
+
+def _growth(pool: MemoryPool, segments: Sequence[int]) -> int:
+    """Bytes by which a pool would grow for work that takes these segments in an empty pool.
+
+    Free memory of the pool's segments is used first. A block with its own segment needs one free
+    range; all other blocks share what is left. This is a lower bound, so that the growth is checked
+    again after a recording.
+    """
+    if pool._recorder is None:
+        return sum(segments)
+    free = sorted(pool._recorder.free_ranges())
+    missing = 0
+    for segment in sorted((s for s in segments if s > _SHARED_SEGMENT), reverse=True):
+        index = next((i for i, size in enumerate(free) if size >= segment - _ROUNDING), None)
+        if index is None:
+            missing += segment
+        else:
+            free[index] = max(0, free[index] - segment)
+    shared = sum(s for s in segments if s <= _SHARED_SEGMENT)
+    return missing + max(0, shared - sum(free))
+
+
+class Admission:
+    """A graph that is being recorded in a pool.
+
+    Attributes:
+        recorder: what records it.
+        before: bytes that the pool held before.
+    """
+
+    def __init__(self, pool: MemoryPool, graph: PooledGraph, device: torch.device) -> None:
+        self.recorder = recorder_for(pool, device)
+        self.before = pool.reserved
+        self._pool = pool
+        self._graph = graph
+        self._prediction: MemoryPrediction | None = None
+
+    def admit(self, prediction: MemoryPrediction) -> None:
+        """Make room for the graph, or refuse it before anything is captured.
+
+        Raises:
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+        """
+        pool, self._prediction = self._pool, prediction
+        if pool.limit is None:
+            return
+        while (growth := _growth(pool, prediction.segments)) > 0:
+            if pool.reserved + growth <= pool.limit:
+                break
+            if sum(prediction.segments) > pool.limit or not make_room(pool, self._graph):
+                raise self.exceeded()
+        self.before = pool.reserved
+
+    def fits(self) -> bool:
+        """After it was recorded: whether the pool has kept to its limit.
+
+        The prediction may have been too low: it knows nothing of fragmentation.
+        """
+        return note_growth(self._pool, self.before)
+
+    def make_room(self) -> None:
+        """Once the recording was dropped: make room for another try.
+
+        Raises:
+            MemoryBudgetExceeded: there is none.
+        """
+        sweep(self._pool)
+        if not make_room(self._pool, self._graph):
+            raise self.exceeded()
+
+    def exceeded(self) -> MemoryBudgetExceeded:
+        """The error for a graph that does not fit."""
+        taken = self._graph.memory.nbytes
+        prediction = self._prediction or MemoryPrediction(taken, (taken,), ())
+        return exceeded(self._pool, self._graph, prediction)
+
+
+def exceeded(
+    pool: MemoryPool, graph: PooledGraph, prediction: MemoryPrediction
+) -> MemoryBudgetExceeded:
+    """The error for a graph that does not fit into a pool."""
+    limit = 0 if pool.limit is None else pool.limit
+    return MemoryBudgetExceeded(
+        f"Capturing {graph.name} takes {format_bytes(sum(prediction.segments))} alone and adds "
+        f"{prediction}; the pool holds {format_bytes(pool.reserved)} and may hold "
+        f"{format_bytes(limit)}.",
+        remedy="Raise the pool's limit, capture fewer or smaller shapes, close graphs, or "
+        "allow eviction with MemoryPool(limit, evict=True).",
+    )
+
+
+@contextlib.contextmanager
+def recording_in(pool: MemoryPool, graph: PooledGraph, device: torch.device) -> Iterator[Admission]:
+    """Record a graph in a pool inside the block; on an error, nothing of it stays there.
+
+    Args:
+        pool: the pool, which nobody else uses meanwhile.
+        graph: what is recorded; one of the pool's graphs from then on.
+        device: where.
+
+    Raises:
+        MemoryBudgetExceeded: the pool has grown past its limit.
+    """
+    with pool._lock:
+        try:
+            admission = Admission(pool, graph, device)
+            yield admission
+            if not admission.fits():
+                raise admission.exceeded()
+        except BaseException:
+            graph._retire()
+            sweep(pool)
+            raise
+        pool._graphs[id(graph)] = weakref.ref(graph)
+
+
+def note_growth(pool: MemoryPool, before: int) -> bool:
+    """After something was recorded: whether the pool has kept to its limit.
+
+    Args:
+        pool: the pool.
+        before: bytes that it held before, which are not counted against it.
+    """
+    pool._high_water = max(pool._high_water, pool.reserved)
+    return pool.limit is None or pool.reserved <= max(pool.limit, before)
+
+
+def make_room(pool: MemoryPool, newcomer: PooledGraph) -> bool:
+    """Close the least recently used graph that is evictable; False if there is none."""
+    victim = next((g for g in pool._alive() if g._evictable and g is not newcomer), None)
+    if not pool.evict or victim is None:
+        return False
+    victim.close()
+    pool.evictions += 1
+    pool._trim()
+    return True
+
+
+def retire(pool: MemoryPool, recording: Recording) -> None:
+    """Have a recording closed at the next sweep, when that is safe."""
+    pool._retired.append(recording)
+
+
+def sweep(pool: MemoryPool) -> None:
+    """Close retired recordings; the lock is held, and this thread is not capturing."""
+    while pool._retired:
+        pool._retired.popleft().close()
+
+
+def leave(pool: MemoryPool, graph: PooledGraph) -> None:
+    """Unregister a graph that is closed."""
+    if pool._graphs.pop(id(graph), None) is not None:
+        pool._version += 1
+
+
+def close_if_left(pool: MemoryPool) -> None:
+    """Close a pool that was made for one graph, after that graph."""
+    if pool._of_one_graph and not pool._alive():
+        pool.close()
+
+
+def shared_bytes(pool: MemoryPool) -> Allocate:
+    """An allocator for static inputs whose memory the pool's graphs share.
+
+    They can share it since they are copied in at each call. The n-th request of each graph gets a
+    prefix of the n-th buffer.
+    """
+    count = itertools.count()
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        index = next(count)
+        known = pool._shared.get(index)
+        storage = None
+        if known is not None:
+            storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+        if storage is None or storage.nbytes() < nbytes:
+            assert pool._recorder is not None
+            buffer = pool._recorder.allocate(nbytes)
+            pool._shared[index] = StorageWeakRef(buffer.untyped_storage())
+            return buffer
+        buffer = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return buffer.set_(storage, 0, (nbytes,), (1,))
+
+    return allocate
 
 
 def pool_problem(pool: Any) -> str | None:

@@ -7,6 +7,7 @@ memory that the caller owns; a view of an input, a weight or another result stay
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -223,6 +224,32 @@ class StaticInputs:
     def _in_one_range(self, slot: int) -> bool:
         tensor = self.tensor(slot)
         return span(tensor) <= _GAP_FACTOR * tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """How arguments are copied into static inputs, and back if the call writes to them.
+
+    Attributes:
+        sources: positions of the arguments that are copied in as bytes.
+        by_element: of those that are copied in element by element.
+        back: of those that are copied back as bytes.
+        back_by_element: of those that are copied back element by element.
+        fresh: whether the caller gets new tensors, not the graph's own.
+    """
+
+    sources: Sequence[int]
+    by_element: Sequence[int]
+    back: Sequence[int]
+    back_by_element: Sequence[int]
+    fresh: bool
+
+    @classmethod
+    def of(cls, inputs: StaticInputs, mutated: Sequence[int], *, fresh: bool) -> CopyPlan:
+        """The copies of a call that writes to the arguments at some positions."""
+        back = inputs.back(mutated) if fresh else []
+        by_element = [slot for slot in mutated if slot not in back]
+        return cls(inputs.sources, inputs.by_element, back, by_element, fresh)
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
 from .conditions import as_captured, capturing_now, for_inference, refuse_hooks_for_saved_tensors
 from .journal import seeded_on_gpu
-from .memory import MemoryPool
+from .memory import MemoryPool, sweep
 from .python_state import PythonState
 from .turns import turns_of
 
@@ -67,7 +67,7 @@ def _rolled_back(
     finally:
         state.restore(python=not done)
         if not capturing_now():
-            pool._sweep()
+            sweep(pool)
 
 
 def let_go(error: BaseException) -> None:

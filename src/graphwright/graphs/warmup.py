@@ -1,59 +1,45 @@
 """Warm-up: run a call until it is warm, and find out what a graph of it needs.
 
-The first runs are seen operation by operation: one as plain eager code, one while
-torch.cuda.is_current_stream_capturing() returns True. Libraries call that and may skip what would
-read the device, so the results of both are compared: they may differ by rounding only. Where eager
-code reads nothing, and libraries run something else in captures for nothing, the call can be warmed
-up and captured as eager runs it (`RunsOtherwise`). The last run is a rehearsal: it runs under the
-conditions of a capture.
+`warm` goes through stages. `observe` runs the call as plain eager code. `repeat` runs it while
+torch.cuda.is_current_stream_capturing() returns True: libraries call that and may skip what would
+read the device. `find_chance` finds what it draws. `compare` compares the results of both runs,
+which may differ by rounding only. `check_chance` runs it with other seeds, and `settle` runs it
+unobserved. The last run is a rehearsal: it runs under the conditions of a capture.
+
+Where eager code reads nothing, and libraries run something else in captures for nothing, the call
+can be warmed up and captured as eager runs it (`RunsOtherwise`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..calls.leaves import SCALARS, describe
-from ..calls.modes import OperationMode, compilers_off
-from ..calls.objects import apart
+from ..calls.modes import compilers_off
 from ..calls.operations import tensors
-from ..calls.places import MISSING, Place, kind_of
 from ..errors import CaptureError, first_line, user_frame
-from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
+from .comparison import Comparison
 from .conditions import questions
-from .host_draws import OTHER_SEED, Draw, UsesOf, generator_kept, is_foreign
+from .host_draws import Draw, HostDraws, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
+from .observed_runs import ObservedRuns, run_in_pretended_capture
 from .python_state import PythonState, StateChanges
-from .random_state import put_seed, put_state
 from .reads import Read, Reads
 from .recorder import Allocate, Recorder
-from .static_tensors import StaticInputs, hosts_among, refuse_results
+from .segments.tree import SegmentTree
+from .static_tensors import StaticInputs
 from .transaction import let_go
 
-# Arguments that are the chance of a dropout, and the value that drops nothing, by operation; other
-# operations have `dropout_p`.
-_KEEP_ALL = {
-    "native_dropout": ("p", 0.0),
-    "bernoulli_": ("p", 1.0),
-    "bernoulli": ("p", 1.0),
-    "_cudnn_rnn": ("dropout", 0.0),
-    "_cudnn_rnn_backward": ("dropout", 0.0),
-}
-
-_ON_DEVICE = (
-    "Pass it on the device, and let the call compute with it there; or pass its values as plain "
-    "numbers, each of which gets a graph of its own."
-)
-
-# Plans another way to record a call; returns the bytes of each memory segment that this takes.
-Fallback = Callable[[Sequence[torch.Generator], Sequence[Draw]], tuple[int, ...]]
+# Divides a call into segments; with them, the bytes of each memory segment that they take.
+Fallback = Callable[
+    [Sequence[torch.Generator], Sequence[Draw]], tuple[SegmentTree, tuple[int, ...]]
+]
 
 
 class RunsOtherwise(BaseException):
@@ -80,6 +66,7 @@ class Warmed:
         looks_in_eager: whether libraries read values in eager mode and run fewer operations then,
             but read none in a capture.
         read: what operations took from outside; only until it is known who watches it.
+        tree: the segments that the call was divided into; None for one graph.
     """
 
     mutated: tuple[int, ...]
@@ -91,7 +78,8 @@ class Warmed:
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
     looks_in_eager: bool = False
-    read: list[Read] = field(default_factory=list)
+    read: Sequence[Read] = ()
+    tree: SegmentTree | None = None
 
 
 def warm(
@@ -132,165 +120,328 @@ def warm(
         CaptureError: the call keeps state that a graph cannot update.
         Exception: whatever the work raises.
     """
-    allocate = _ordinary_allocator(recorder.device)
     comparison = Comparison() if comparison is None else comparison
-    trial = _ObservedRuns(work, sample, recorder, python_state, comparison, copies)
-    eager, first, set_up, written_eagerly = trial.eager_on_device(names)
-    hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
-    _refuse_caught(first)
-    made, first_draws, used = first.made_storages, first.draws, first.external
-    as_eager = None if first.reads or may_run_otherwise else first.sequence
-    read_in = first.count if first.reads else None
-    del first
-    inputs = StaticInputs(sample, allocate)
-    journal = Journal(copies)
-    journal.reads_of = reads = Reads(python_state.reaches)
-    put_back, before = False, questions()
+    observed = ObservedRuns(work, sample, recorder, python_state, comparison, copies)
+    eager, first = observe(observed, names)
+    inputs, journal = observed.inputs(), Journal(copies)
     try:
-        with recorder.warming(), compilers_off(), journal:
-            result = run_in_pretended_capture(work, inputs)
-        told = questions() > before
-        _refuse_caught(journal)
-        python_state.check(read=frozenset(journal.external))
-        _refuse_first_run_setup(set_up, journal.written)
-        mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
-        if mutated != written_eagerly:
-            raise CaptureError(
-                "The call writes to other arguments when it runs as eager code than when it is "
-                "told that a capture is under way."
-                if told
-                else "The call writes to other arguments in its second run than in its first.",
-                remedy="Let each run write to the same arguments, or to none.",
-            )
-        if not told:  # Else it may well have gone another way.
-            reads.compare(used, made)
-        read = reads.left([inputs.tensor(slot) for slot in inputs.slots])
-        del used, reads
-        journal.reads_of = None
-        if journal.continues_from(made):
-            raise StateChanges(
-                "The call makes a tensor in its first run that later runs change; a graph would "
-                "go on from what the runs here have left in it.",
-                remedy="Make it before the capture, and give it its first value there.",
-            )
-        journal.drop_unused_generators()
-        for tensor in tensors(result):
-            journal.read(tensor)  # It may be a weight that no operation has touched.
-        repeatable = draws_again and first_draws.made == journal.draws.made
-        python_state.refuse_host_randomness(
-            recorder.device,
-            journal.generators,
-            [first_draws, journal.draws] if repeatable else [],
-        )
-        generators = [g for g in journal.generators if not is_foreign(g, recorder.device)]
-        draws = journal.draws.to_repeat(recorder.device)
+        result, second = repeat(observed, first, inputs, journal)
+        chance = find_chance(observed, first, journal, draws_again=draws_again)
         if fallback is None and recorder.device.type != "cpu":
             _refuse_writes_on_host(journal.written)
-        try:
-            comparison.check(result, eager, journal.dtypes)
-        except CaptureError as error:
-            counter = next((place.name for place in python_state.places if place.counts), None)
-            if counter is not None:
-                raise StateChanges(
-                    f"{counter} changes with every call, and a graph repeats no Python.",
-                    remedy="Compute with a tensor in its place, or pass it in.",
-                ) from error
-            if not generators:
-                raise
-            journal.undo()
-            trial.compare_without_dropout()
-        else:
-            if python_state.places:
-                journal.undo()
-                trial.find_written(python_state.places, eager, generators)
-                python_state.settle()
-        finally:
-            del result
+        compare(observed, result, eager, journal, chance.generators)
+        del result
         # What draws random numbers may do so by a seed of the host unless it is captured.
-        if told and as_eager not in (None, journal.sequence) and not (generators or draws):
+        if not (may_run_otherwise or chance) and second.runs_otherwise:
             raise RunsOtherwise
-        looks = told and not journal.reads and read_in is not None and read_in < journal.count
-        if python_state.unsettled:
-            unsettled = StateChanges(
-                f"{python_state.unsettled} changes with every call that draws random numbers, and "
-                "a graph repeats no Python.",
-                remedy="Keep it out of the captured call: pass it in and return it as a tensor.",
-            )
-            if not any(place.counts for place in python_state.places):
-                unsettled.places = tuple(each for each in python_state.places if each.is_plain)
-            raise unsettled
-        if journal.generators:
-            if draws:
-                journal.undo()
-            trial.refuse_seeding(journal.generators, draws, None if generators else eager)
-            python_state.check()
+        _refuse_unsettled(python_state)
+        check_chance(observed, journal, chance, eager)
         del eager
-        if copies is not None:
-            recorder.tidy()  # Observed runs needed blocks of other sizes.
-        for count in range(runs):
-            if not count or copies is None:
-                # All start from the same state, so that all do the same. What a training step
-                # changes takes long to put back, so that is done once.
-                journal.undo()
-            inputs.fill(sample)
-            # The tape runs compiled code operation by operation anyway: compiling each size would
-            # be for nothing, and count against TorchDynamo's limit of recompilations.
-            on_tape = recorder.device.type == "cpu"
-            with recorder.warming(), compilers_off() if on_tape else contextlib.nullcontext():
-                work(inputs)
-            python_state.check()
-        journal.undo()
-        for slot in inputs.slots:
-            journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
+        settle(observed, inputs, journal, runs)
         del inputs
-
+        tree: SegmentTree | None = None
         segments: tuple[int, ...] = ()
         if rehearse:
-            with generator_kept(draws):
-                segments = _segments_needed(
-                    work, sample, recorder, journal, generators, draws, fallback, hosts
-                )
+            with generator_kept(chance.draws):
+                tree, segments = _rehearsed(observed, journal, chance, fallback, first.hosts)
             python_state.check()
-        put_back = True
-    finally:
-        if not put_back:
-            journal.undo()
+    except BaseException:
+        journal.undo()
+        raise
     return Warmed(
-        mutated=mutated,
+        mutated=second.mutated,
         mutates=journal.wrote,
-        generators=tuple(generators),
-        draws=draws,
+        generators=chance.generators,
+        draws=chance.draws,
         external=tuple(journal.external.values()),
         announced=frozenset(journal.announced),
         segments=segments,
         contributors=journal.largest(),
-        looks_in_eager=looks,
-        read=read,
+        looks_in_eager=second.looks_in_eager,
+        read=second.read,
+        tree=tree,
     )
 
 
-def _segments_needed(
-    work: Callable[[StaticInputs], Any],
-    sample: Sequence[Any],
-    recorder: Recorder,
-    journal: Journal,
-    generators: Sequence[torch.Generator],
-    draws: Sequence[Draw],
-    fallback: Fallback | None,
-    outside: Container[int],
-) -> tuple[int, ...]:
-    """Rehearse the recording; returns the bytes of each memory segment that it takes.
+# The stages of warm-up, in their order.
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """What the first run has shown, as plain eager code.
+
+    Attributes:
+        draws: what it drew on the host.
+        made: storages that it made, by identity.
+        external: memory from outside that it used, by identity.
+        hosts: the part of it that is not on the device of the graph.
+        set_up: memory of the model that it changed.
+        written: positions of the arguments that it wrote to.
+        reads: whether the host had to see values of tensors.
+        sequence: a number for its operations and their order.
+        count: of its operations.
+    """
+
+    draws: HostDraws
+    made: Mapping[int, StorageWeakRef]
+    external: Mapping[int, torch.UntypedStorage]
+    hosts: Mapping[int, torch.UntypedStorage]
+    set_up: Sequence[torch.UntypedStorage]
+    written: tuple[int, ...]
+    reads: bool
+    sequence: int
+    count: int
+
+
+def observe(runs: ObservedRuns, names: Sequence[str] = ()) -> tuple[Any, FirstRun]:
+    """Run the call as plain eager code.
 
     Args:
-        work: runs the call on static inputs.
-        sample: the leaves of its arguments.
-        recorder: what will record it.
-        journal: of an observed run.
-        generators: random generators that the graph draws from.
-        draws: what the call draws on the host beside it.
+        runs: of the call.
+        names: of the arguments' leaves.
+
+    Returns:
+        what `Comparison.keep` kept of its results, and what it has shown.
+
+    Raises:
+        CaptureError: the call goes by errors, or needs arguments on the host.
+    """
+    kept, journal, set_up, written = runs.eager_on_device(names)
+    _refuse_caught(journal)
+    device = runs.recorder.device
+    first = FirstRun(
+        draws=journal.draws,
+        made=journal.made_storages,
+        external=journal.external,
+        hosts={k: s for k, s in journal.external.items() if s.device != device},
+        set_up=set_up,
+        written=written,
+        reads=journal.reads,
+        sequence=journal.sequence,
+        count=journal.count,
+    )
+    return kept, first
+
+
+@dataclass(frozen=True)
+class SecondRun:
+    """What the second run has shown, which was told that it is captured.
+
+    Attributes:
+        mutated: positions of the arguments that it wrote to.
+        read: what its operations took from outside.
+        runs_otherwise: whether it ran other operations, since it was told so, although eager code
+            reads nothing either.
+        looks_in_eager: as for `Warmed`.
+    """
+
+    mutated: tuple[int, ...]
+    read: Sequence[Read]
+    runs_otherwise: bool
+    looks_in_eager: bool
+
+
+def repeat(
+    runs: ObservedRuns, first: FirstRun, inputs: StaticInputs, journal: Journal
+) -> tuple[Any, SecondRun]:
+    """Run the call while it is told that it is captured; it must leave the same behind.
+
+    Args:
+        runs: of the call.
+        first: what its first run has shown.
+        inputs: what it runs on.
+        journal: notes what it does, which is not undone here.
+
+    Returns:
+        its results, and what it has shown.
+
+    Raises:
+        CaptureError: it does something else than the first run, or goes on from that.
+    """
+    journal.reads_of = reads = Reads(runs.state.reaches)
+    before = questions()
+    with runs.recorder.warming(), compilers_off(), journal:
+        result = run_in_pretended_capture(runs.work, inputs)
+    told = questions() > before
+    _refuse_caught(journal)
+    runs.state.check(read=frozenset(journal.external))
+    _refuse_first_run_setup(first.set_up, journal.written)
+    mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
+    if mutated != first.written:
+        raise CaptureError(
+            "The call writes to other arguments when it runs as eager code than when it is "
+            "told that a capture is under way."
+            if told
+            else "The call writes to other arguments in its second run than in its first.",
+            remedy="Let each run write to the same arguments, or to none.",
+        )
+    if not told:  # Else it may well have gone another way.
+        reads.compare(first.external, first.made)
+    read = reads.left([inputs.tensor(slot) for slot in inputs.slots])
+    journal.reads_of = None
+    if journal.continues_from(first.made):
+        raise StateChanges(
+            "The call makes a tensor in its first run that later runs change; a graph would "
+            "go on from what the runs here have left in it.",
+            remedy="Make it before the capture, and give it its first value there.",
+        )
+    for tensor in tensors(result):
+        journal.read(tensor)  # It may be a weight that no operation has touched.
+    otherwise = told and not first.reads and first.sequence != journal.sequence
+    looks = told and first.reads and not journal.reads and first.count < journal.count
+    return result, SecondRun(mutated, tuple(read), otherwise, looks)
+
+
+@dataclass(frozen=True)
+class Chance:
+    """Random numbers of a call.
+
+    Attributes:
+        generators: what a graph of it draws from.
+        draws: what it draws on the host beside the graph, and each replay has to draw again.
+    """
+
+    generators: tuple[torch.Generator, ...]
+    draws: tuple[Draw, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.generators or self.draws)
+
+
+def find_chance(
+    runs: ObservedRuns, first: FirstRun, journal: Journal, *, draws_again: bool
+) -> Chance:
+    """Find what the call draws, while its results are still alive.
+
+    Args:
+        runs: of the call.
+        first: what its first run has shown.
+        journal: of the second one.
+        draws_again: as for `warm`.
+
+    Raises:
+        CaptureError: it draws what no graph can repeat.
+    """
+    device = runs.recorder.device
+    journal.drop_unused_generators()
+    repeatable = draws_again and first.draws.made == journal.draws.made
+    both = [first.draws, journal.draws] if repeatable else []
+    runs.state.refuse_host_randomness(device, journal.generators, both)
+    generators = tuple(g for g in journal.generators if not is_foreign(g, device))
+    return Chance(generators, journal.draws.to_repeat(device))
+
+
+def compare(
+    runs: ObservedRuns,
+    result: Any,
+    eager: Any,
+    journal: Journal,
+    generators: Sequence[torch.Generator] = (),
+) -> None:
+    """Compare the results of both runs; find out to which places outside of it the call writes.
+
+    Args:
+        runs: of the call.
+        result: of the second run.
+        eager: what was kept of the first run's.
+        journal: of the second run, which is undone where others follow.
+        generators: random generators that the call draws from: then only what it computes without
+            dropout has to be the same.
+
+    Raises:
+        CaptureError: the results differ, or the call reads such a place before it writes to it.
+    """
+    state = runs.state
+    try:
+        runs.comparison.check(result, eager, journal.dtypes)
+    except CaptureError as error:
+        counter = next((place.name for place in state.places if place.counts), None)
+        if counter is not None:
+            raise StateChanges(
+                f"{counter} changes with every call, and a graph repeats no Python.",
+                remedy="Compute with a tensor in its place, or pass it in.",
+            ) from error
+        if not generators:
+            raise
+        journal.undo()
+        runs.compare_without_dropout()
+        return
+    if state.places:
+        journal.undo()
+        runs.find_written(state.places, eager, generators)
+        state.settle()
+
+
+def check_chance(runs: ObservedRuns, journal: Journal, chance: Chance, eager: Any) -> None:
+    """Run a call that draws random numbers with other seeds: it has to draw from those.
+
+    Args:
+        runs: of the call.
+        journal: of the second run.
+        chance: what it draws.
+        eager: what was kept of the first run's results.
+
+    Raises:
+        CaptureError: it seeds by itself, or uses what it draws on the host.
+    """
+    if not journal.generators:
+        return
+    if chance.draws:
+        journal.undo()
+    expected = None if chance.generators else eager
+    runs.refuse_seeding(journal.generators, chance.draws, expected)
+    runs.state.check()
+
+
+def settle(runs: ObservedRuns, inputs: StaticInputs, journal: Journal, count: int) -> None:
+    """Run the call unobserved until it is warm; at the end all is as before its second run.
+
+    Args:
+        runs: of the call.
+        inputs: what it runs on; from now on, they do not count as memory from outside.
+        journal: of the second run.
+        count: of the runs.
+
+    Raises:
+        CaptureError: it keeps state that changes with every call.
+    """
+    recorder = runs.recorder
+    if runs.copies is not None:
+        recorder.tidy()  # FirstRun runs needed blocks of other sizes.
+    # The tape runs compiled code operation by operation anyway: compiling each size would be for
+    # nothing, and count against TorchDynamo's limit of recompilations.
+    on_tape = recorder.device.type == "cpu"
+    for done in range(count):
+        if not done or runs.copies is None:
+            # All start from the same state, so that all do the same. What a training step changes
+            # takes long to put back, so that is done once.
+            journal.undo()
+        inputs.fill(runs.sample)
+        with recorder.warming(), compilers_off() if on_tape else contextlib.nullcontext():
+            runs.work(inputs)
+        runs.state.check()
+    journal.undo()
+    for slot in inputs.slots:
+        journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
+
+
+def _rehearsed(
+    runs: ObservedRuns,
+    journal: Journal,
+    chance: Chance,
+    fallback: Fallback | None,
+    outside: Container[int],
+) -> tuple[SegmentTree | None, tuple[int, ...]]:
+    """Rehearse the recording: the segments that take its place, and the memory that it takes.
+
+    Args:
+        runs: of the call.
+        journal: of its second run.
+        chance: what it draws.
         fallback: as for `warm`.
         outside: storages on other devices that the eager run used too, by identity.
     """
+    recorder, generators, draws = runs.recorder, chance.generators, chance.draws
     if fallback is not None and journal.waits:
         # A capture that waits breaks, and leaves behind what PyTorch never gives back.
         return fallback(generators, draws)
@@ -300,9 +451,9 @@ def _segments_needed(
             # One graph would keep what the host's memory holds now for ever.
             with contextlib.suppress(CaptureError, RuntimeError):
                 return fallback(generators, draws)
-    prepare = functools.partial(StaticInputs, sample)
+    prepare = functools.partial(StaticInputs, runs.sample)
     try:
-        return recorder.rehearse(prepare, work, generators)
+        return None, recorder.rehearse(prepare, runs.work, generators)
     except Exception as error:
         short_of_memory = isinstance(error, torch.OutOfMemoryError)
         capturing = isinstance(error, RuntimeError | CaptureError) and not short_of_memory
@@ -311,7 +462,21 @@ def _segments_needed(
             return fallback(generators, draws)
         if isinstance(error, CaptureError):
             raise
-        raise _with_operation(error, prepare, work, recorder, generators) from error
+        raise _with_operation(error, prepare, runs.work, recorder, generators) from error
+
+
+def _refuse_unsettled(state: PythonState) -> None:
+    """Raise StateChanges where it is not known whether the call reads what it writes to."""
+    if not state.unsettled:
+        return
+    error = StateChanges(
+        f"{state.unsettled} changes with every call that draws random numbers, and "
+        "a graph repeats no Python.",
+        remedy="Keep it out of the captured call: pass it in and return it as a tensor.",
+    )
+    if not any(place.counts for place in state.places):
+        error.places = tuple(each for each in state.places if each.is_plain)
+    raise error
 
 
 def _refuse_writes_on_host(written: Sequence[torch.UntypedStorage]) -> None:
@@ -348,257 +513,6 @@ def _refuse_first_run_setup(
         )
 
 
-class _ObservedRuns:
-    """Observed runs of a call, each of which is undone."""
-
-    def __init__(
-        self,
-        work: Callable[[StaticInputs], Any],
-        sample: Sequence[Any],
-        recorder: Recorder,
-        python_state: PythonState,
-        comparison: Comparison,
-        copies: Copies | None,
-    ) -> None:
-        self._work = work
-        self._sample = sample
-        self._recorder = recorder
-        self._python_state = python_state
-        self._comparison = comparison
-        self._copies = copies
-        # Where the leaves of the last eager run's results were.
-        self._devices: list[torch.device | None] = []
-
-    def eager(
-        self, under: AbstractContextManager[Any] | None = None, *, as_given: bool = False
-    ) -> tuple[Any, Journal, list[torch.UntypedStorage], tuple[int, ...]]:
-        """Run the call as plain eager code.
-
-        Args:
-            under: a context to run it in.
-            as_given: whether arguments on the host stay there.
-
-        Returns:
-            what `Comparison.keep` kept of its results; its journal; the storages that it changed
-            among those of the model's tensors; the slots of the arguments that it wrote to.
-        """
-        allocate = _ordinary_allocator(self._recorder.device)
-        inputs = StaticInputs(self._sample, allocate, as_given=as_given)
-        journal = Journal(self._copies)
-        try:
-            with self._recorder.warming(pretend=False), compilers_off(), journal:
-                with self._python_state.refusing_advances(), under or contextlib.nullcontext():
-                    result = self._work(inputs)
-                    kept = self._comparison.keep(result)
-            leaves = pytree.tree_leaves(result)
-            self._devices = [x.device if isinstance(x, torch.Tensor) else None for x in leaves]
-            del result, leaves
-            self._python_state.check()
-            written = [storage for storage in journal.written if self._python_state.holds(storage)]
-            written = [storage for storage in written if journal.changed(storage)]
-            slots = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
-        finally:
-            journal.undo()
-        for slot in inputs.slots:
-            journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
-        if self._copies is not None:
-            self._recorder.tidy()  # The next run needs blocks of other sizes.
-        return kept, journal, written, slots
-
-    def eager_on_device(
-        self, names: Sequence[str]
-    ) -> tuple[Any, Journal, list[torch.UntypedStorage], tuple[int, ...]]:
-        """As `eager`, which has arguments on the host on the device; that must change nothing.
-
-        Args:
-            names: of the arguments' leaves.
-
-        Raises:
-            CaptureError: it does: the call needs them on the host.
-        """
-        hosts = hosts_among(self._sample, self._recorder.device)
-        if not hosts:
-            return self.eager()
-        named = ", ".join(names[slot] for slot in hosts) or "An argument"
-        try:
-            run = self.eager()
-        except Exception as error:
-            self.eager(as_given=True)  # Where that fails too, it is the call's own error.
-            raise CaptureError(
-                f"{named} on the host: the call fails with a copy of it on the device, which is "
-                f"what a graph reads: {first_line(error)}",
-                where=user_frame(error),
-                remedy=_ON_DEVICE,
-            ) from error
-        devices = self._devices
-        given, _, _, slots = self.eager(as_given=True)
-        try:
-            if devices != self._devices or slots != run[-1]:
-                raise CaptureError("")
-            self._comparison.compare(run[0], given, run[1].dtypes)
-        except CaptureError as error:
-            raise CaptureError(
-                f"{named} on the host: the call computes or writes something else with a copy of "
-                "it on the device, which is what a graph reads.",
-                remedy=_ON_DEVICE,
-            ) from error
-        return run
-
-    def compare_without_dropout(self) -> None:
-        """Compare a run that pretends to be captured with a plain one, both without dropout.
-
-        Raises:
-            CaptureError: their results differ.
-        """
-        eager, *_ = self.eager(WithoutDropout())
-        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
-        journal = Journal(self._copies)
-        try:
-            with self._recorder.warming(), compilers_off(), journal, WithoutDropout():
-                result = run_in_pretended_capture(self._work, inputs)
-            self._comparison.check(result, eager, journal.dtypes)
-        finally:
-            journal.undo()
-
-    def find_written(
-        self, places: list[Place], eager: Any, generators: Sequence[torch.Generator]
-    ) -> None:
-        """Keep of some places those to which the call writes; it must not read any of them.
-
-        It runs once more where they hold nothing: what it returns and leaves in them must be what
-        the last run has.
-
-        Args:
-            places: attributes and items of dictionaries.
-            eager: what `Comparison.keep` kept of eager's result.
-            generators: random generators that the call draws from.
-
-        Raises:
-            StateChanges: the call reads one of them before it writes to it, or may.
-        """
-        held = [(place, place.value()) for place in places]
-        kept = {
-            id(place): Comparison().keep(apart([value]))
-            for place, value in held
-            if value is not MISSING and not place.counts
-        }
-        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
-        journal = Journal(self._copies)
-        names = ", ".join(place.name for place in places)
-        try:
-            for place in places:
-                place.empty()
-            with self._recorder.warming(), compilers_off(), journal:
-                result = self._work(inputs)
-            self._comparison.check(result, eager, journal.dtypes)
-            untouched = [
-                place for place, _ in held if not place.counts and place.value() is MISSING
-            ]
-            for place, value in held:
-                now, before = place.value(), kept.get(id(place))
-                if place.counts:
-                    place.step = place.added()
-                    place.put(value)
-                    if not place.step:
-                        places.remove(place)
-                elif now is MISSING:
-                    places.remove(place)
-                    place.put(value)
-                elif kind_of(now) is None or kind_of(now) != kind_of(value):
-                    raise StateChanges("Another value is left there.")
-                else:
-                    check_same_result(apart([now]), before or [], rounding_of(journal.dtypes))
-            if generators:
-                raise StateChanges("It draws random numbers.")
-            if untouched:
-                journal.undo()
-                self._refuse_removals(untouched)
-        except Exception as error:
-            refused = StateChanges(
-                f"{names} changes with every call, and a graph repeats no Python: what it held "
-                "before may matter to the call.",
-                remedy="Set it in every call before it is read; or keep it out of the captured "
-                "call: pass it in and return it as a tensor.",
-            )
-            if not any(place.counts for place, _ in held):
-                refused.places = tuple(place for place, _ in held if place.is_plain)
-            raise refused from error
-        finally:
-            journal.undo()
-
-    def _refuse_removals(self, places: Sequence[Place]) -> None:
-        """Run the call with something in places that it does not write to: it must stay there.
-
-        Raises:
-            StateChanges: the call removes it.
-        """
-        held = [(place, place.value()) for place in places]
-        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
-        journal = Journal(self._copies)
-        there = object()
-        try:
-            for place in places:
-                place.put(there)
-            with self._recorder.warming(), compilers_off(), journal:
-                self._work(inputs)
-            if any(place.value() is not there for place in places):
-                raise StateChanges("It removes what another call has left there.")
-        finally:
-            journal.undo()
-            for place, value in held:
-                place.put(value)
-
-    def refuse_seeding(
-        self, generators: Sequence[torch.Generator], draws: Sequence[Draw], eager: Any
-    ) -> None:
-        """Run the call with other seeds, and refuse it unless it draws from those.
-
-        Args:
-            generators: random generators that it draws from.
-            draws: what it draws on the host, which must make no difference.
-            eager: what `Comparison.keep` kept of eager's result, if that is to be the same.
-
-        Raises:
-            CaptureError: it seeds its generators itself, makes its own generator, or uses `draws`.
-        """
-        states = [(generator, generator.get_state()) for generator in generators]
-        journal = Journal(self._copies)
-        try:
-            for generator in generators:
-                put_seed(generator, OTHER_SEED)
-            journal.expect(generators)
-            inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
-            seen = UsesOf(journal.draws) if draws else contextlib.nullcontext()
-            with self._recorder.warming(), compilers_off(), journal, seen:
-                result = run_in_pretended_capture(self._work, inputs)
-            journal.check_end()
-            if draws:
-                unused = journal.draws.made == list(draws) and self._gives(result, eager, journal)
-                self._python_state.refuse_host_randomness(
-                    self._recorder.device, generators, [journal.draws] if unused else []
-                )
-        finally:
-            journal.undo()
-            for generator, state in states:
-                put_state(generator, state)
-        journal.drop_unused_generators()
-        if any(all(g is not known for known in generators) for g in journal.generators):
-            raise CaptureError(
-                "The call makes a random generator of its own every time; a graph would draw from "
-                "the first one for ever.",
-                remedy="Make it once, outside the captured call.",
-            )
-
-    def _gives(self, result: Any, eager: Any, journal: Journal) -> bool:
-        """Whether a run's result is eager's; True if that is not known."""
-        try:
-            if eager is not None:
-                self._comparison.check(result, eager, journal.dtypes)
-        except CaptureError:
-            return False
-        return True
-
-
 def _with_operation(
     error: Exception,
     prepare: Callable[[Allocate], StaticInputs],
@@ -626,119 +540,4 @@ def _with_operation(
         remedy=seeded_on_gpu(error)
         or "A graph repeats device work only: what waits for the GPU, copies from ordinary "
         "host memory or reads a tensor's value has to be done outside the captured call.",
-    )
-
-
-def _ordinary_allocator(device: torch.device) -> Allocate:
-    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-class WithoutDropout(OperationMode):
-    """Runs operations without dropout, for comparisons.
-
-    Two attention kernels drop different elements with the same random numbers, so their results can
-    only be compared where they drop none.
-    """
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that keeps all elements."""
-        for index, name, chance in _chances(func):
-            if index < len(args):
-                args = (*args[:index], chance, *args[index + 1 :])
-            elif name in kwargs:
-                kwargs[name] = chance
-        return func(*args, **kwargs)
-
-
-@functools.cache
-def _chances(func: Any) -> list[tuple[int, str, float]]:
-    """The dropout arguments of an operation: position, name, and the value that drops nothing."""
-    name, chance = _KEEP_ALL.get(func._opname, ("dropout_p", 0.0))
-    arguments = enumerate(func._schema.arguments)
-    return [(i, name, chance) for i, a in arguments if a.name == name]
-
-
-def run_in_pretended_capture(work: Callable[[StaticInputs], Any], inputs: StaticInputs) -> Any:
-    """Run work that pretends to be captured; an error is its own doing, since it ran without."""
-    try:
-        return work(inputs)
-    except Exception as error:
-        if isinstance(error, CaptureError):
-            raise
-        raise CaptureError(
-            f"The call works by itself and fails once it is told that a capture is under way: "
-            f"{first_line(error)}",
-            where=user_frame(error),
-            remedy="It asks torch.cuda.is_current_stream_capturing(), and takes another way.",
-        ) from error
-
-
-class Comparison:
-    """Compares the results of a run that pretends to be captured with those of a plain one."""
-
-    def keep(self, result: Any) -> Any:
-        """Copy what a later run is compared with.
-
-        Raises:
-            CaptureError: a result is nothing that a graph could give again.
-        """
-        refuse_results(result)
-        return [
-            leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in pytree.tree_leaves(result)
-        ]
-
-    def check(self, result: Any, kept: Any, dtypes: Iterable[torch.dtype]) -> None:
-        """Raise CaptureError if the two differ by more than rounding.
-
-        Args:
-            result: what the work returned.
-            kept: what `keep` kept of eager's result.
-            dtypes: those that the work computed in.
-        """
-        check_same_result(result, kept, rounding_of(dtypes))
-
-    def compare(self, kept: Any, eager: Any, dtypes: Iterable[torch.dtype]) -> None:
-        """As `check`, for what `keep` kept of both runs."""
-        check_same_result(kept, eager, rounding_of(dtypes))
-
-
-def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """The relative error that rounding in the coarsest of some dtypes may cause."""
-    return max((ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-
-
-def check_same_result(result: Any, eager: Sequence[Any], rounding: float = 0.0) -> None:
-    """Refuse work that computes something else while a capture seems to be under way.
-
-    Args:
-        result: what it returns then.
-        eager: the leaves of what it returns otherwise.
-        rounding: relative error that is always allowed; coarser dtypes are allowed more.
-    """
-    mine = pytree.tree_leaves(result)
-    alike = len(mine) == len(eager)
-    for a, b in zip(mine, eager, strict=False):
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            plain = isinstance(a, SCALARS) and isinstance(b, SCALARS)
-            same_kind = isinstance(a, torch.Tensor) is isinstance(b, torch.Tensor)
-            alike = alike and same_kind and (a is None) is (b is None)
-            alike = alike and (not plain or describe(a) == describe(b))
-            continue
-        alike = alike and a.shape == b.shape and a.dtype == b.dtype
-        if alike and a.numel():
-            error, _ = error_of(a, b, b)
-            real = a.dtype.to_real() if a.dtype.is_complex else a.dtype
-            alike = error.rms <= max(rounding, ROUNDING.get(real, OTHER_ROUNDING))
-            alike = alike and torch.equal(special_values(a), special_values(b))
-    if not alike:
-        raise different_result()
-
-
-def different_result() -> CaptureError:
-    """The error for work that computes something else while a capture seems to be under way."""
-    return CaptureError(
-        "The call computes something else when it is told that a capture is under way.",
-        remedy="It asks torch.cuda.is_current_stream_capturing(), and so does transformers for "
-        "attention masks: try attn_implementation='eager', or pass the mask explicitly.",
     )

@@ -168,7 +168,8 @@ class Results:
     the search had found something better than all before. `host_s` is what the host needs for a
     call, if that is known, and `input_bytes` the size of its tensors: what bounds follow from.
     `predictions` are there if the model was profiled before. `left_out` names the variations of the
-    inputs that no candidate was verified with, since eager does not survive them.
+    inputs that no candidate was verified with, since eager does not survive them. `budget_s` is the
+    limit of the run's `seconds`, a default one as it had grown; None without a limit.
     """
 
     model: str
@@ -190,6 +191,7 @@ class Results:
     input_bytes: int = 0
     predictions: list[Prediction] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    budget_s: float | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickles of earlier versions lack the fields that were added since.

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.tuned_module import Absent, TunedModule
+from ..artifacts.fallback import Absent
+from ..artifacts.tuned_module import TunedModule, choice_of
 from ..calls.dependencies import Called
 from ..calls.options import count_problem, refuse
 from ..calls.signature import CallSignature
@@ -540,7 +541,7 @@ def _callable_on(
 def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
     """Whether something is fast at some sizes only."""
     if isinstance(call, TunedModule):
-        origin = call._choice.origin
+        origin = choice_of(call).origin
         return call.report.chosen != EAGER and (origin is None or not origin.ranges)
     return _graphs_of(call) is not None
 
@@ -548,7 +549,7 @@ def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
 def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
     """What computes any size eagerly; None where a file was loaded without its model."""
     if isinstance(model, TunedModule):
-        inner = model._choice.module
+        inner = choice_of(model).module
         return None if isinstance(inner, Absent) else _as_called(inner)
     graphs = _graphs_of(model)
     return model if graphs is None else graphs.fn
@@ -568,12 +569,12 @@ def _samples_of(model: Callable[..., Any]) -> list[Any]:
     """The calls that a model was tuned for; none where eager was chosen, which takes any."""
     if not isinstance(model, TunedModule):
         return []
-    origin = model._choice.origin
+    origin = choice_of(model).origin
     return [] if origin is None else [sample.call for sample in origin.samples]
 
 
 def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bool]:
-    padded = model._choice.padded if isinstance(model, TunedModule) else None
+    padded = choice_of(model).padded if isinstance(model, TunedModule) else None
     return [0] * count if padded is None else padded.fills() or [0] * count
 
 
@@ -587,7 +588,7 @@ def _dimensions_of(
 ) -> Dimensions:
     """The dimensions of a model's arguments, which are named as its parameters are."""
     found = Dimensions(_reference_of(model) or model, names, dynamic_shapes, pad)
-    module = model._choice.module if isinstance(model, TunedModule) else None
+    module = choice_of(model).module if isinstance(model, TunedModule) else None
     if isinstance(module, Absent):
         found.name_arguments(module.argument_names)
     return found

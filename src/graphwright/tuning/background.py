@@ -39,7 +39,7 @@ from torch import nn
 from .. import errors
 from ..artifacts.loading import load_beside_others
 from ..artifacts.substitute import unsavable
-from ..artifacts.tuned_module import Origin, TunedModule, assemble, of_tensors
+from ..artifacts.tuned_module import Origin, TunedModule, assemble, choice_of, of_tensors
 from ..calls import switches
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule
@@ -417,7 +417,7 @@ class Search:
     def _take(self, name: str, path: str, report: Report) -> str | None:
         """Load, verify and time a candidate, and have it answer calls; or what is wrong with it."""
         self._refuse_change()
-        found = of_tensors(load_beside_others(path))._choice
+        found = choice_of(of_tensors(load_beside_others(path)))
         assert found.origin is not None
         origin, module, device = found.origin, self.asked.module, self.asked.device
         if not found.pure:
@@ -463,7 +463,7 @@ class Search:
         owner = self._owner()
         if owner is not None:
             self.calls.append(tuned.calls)
-            object.__setattr__(owner, "_choice", tuned._choice)
+            object.__setattr__(owner, "_choice", choice_of(tuned))
             object.__setattr__(owner, "_answer", answer)
             self._answering = name
 
@@ -477,7 +477,7 @@ class Search:
         self.report = report
         owner = self._owner()
         if owner is not None:
-            owner._choice.report = report
+            choice_of(owner).report = report
 
     def _conclude(self, reason: str, report: Report | None = None) -> None:
         """Publish the last report."""
@@ -509,8 +509,8 @@ class BackgroundModule(TunedModule):
     def __init__(self, module: nn.Module, search: Search) -> None:
         super().__init__(module, search.report)
         object.__setattr__(self, "_search", search)
-        search.calls.append(self._choice.calls)
-        object.__setattr__(self, "_answer", _counted(_eager_of(module), self._choice.calls))
+        search.calls.append(choice_of(self).calls)
+        object.__setattr__(self, "_answer", _counted(_eager_of(module), choice_of(self).calls))
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -569,12 +569,12 @@ class BackgroundModule(TunedModule):
         """How far the search is, what answers now and why, and how calls went so far."""
         search = self._search
         lines = [f"searching: {search.doing}"] if not self.done else []
-        if self._choice.table:
+        if choice_of(self).entries.table:
             lines.append(super().explain())
         else:
             lines += [f"strategy: {EAGER}", search.report.reason]
         lines += search.report.notes
-        if not self._choice.table:
+        if not choice_of(self).entries.table:
             lines += [f"{counted(n, 'call')} {way}" for way, n in self.calls.most_common()]
         return "\n".join(lines)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..artifacts.loading import load
+from ..artifacts.tuned_module import choice_of
 from ..calls.snapshots import ModuleState, run
 from ..errors import in_words
 from ..evaluation.reference import Sample
@@ -44,7 +45,7 @@ def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
         if task_handle < 0:
             # load() verifies what it loads; after that, call it as a user would.
             tuned = load(folder / ARTIFACT, trust=True)
-            origin = tuned._choice.origin
+            origin = choice_of(tuned).origin
             assert origin is not None
             return judged([tuned] * len(origin.samples), origin.samples, origin.candidate)
         with open(task_handle, "rb") as file:

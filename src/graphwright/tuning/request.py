@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
-from ..artifacts.tuned_module import OnMiss, TunedModule
+from ..artifacts.fallback import OnMiss
+from ..artifacts.tuned_module import TunedModule
 from ..calls.leaves import SCALARS
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import (

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.tuned_module import Apart, OnMiss, Origin, TunedModule, assemble, put_together
+from ..artifacts.fallback import OnMiss
+from ..artifacts.tuned_module import Apart, Origin, TunedModule, assemble, put_together
 from ..calls.dependencies import Dependencies
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.host_generators import generators_kept
@@ -111,7 +112,7 @@ def tune(
     background: bool = False,
     profile: bool = False,
 ) -> TunedModule:
-    """Benchmark every available backend for a model, verify each, and return the fastest.
+    """Benchmark the strategies that usually pay off, verify each, and return the fastest.
 
     The winner answers calls like the sample's (same shapes, dtypes, devices, plain values). Any
     other call falls back to the model itself and is counted. Eager always competes, so the result
@@ -326,6 +327,7 @@ class Tuning:
                 self._restore()
                 if not self.report.recalled:
                     self.report.seconds = time.monotonic() - self._started
+                    self.report.budget_s = self._budget_s
 
     def _run(self, progress: Progress) -> TunedModule:
         progress.start(len(self.asked.candidates) + 3 + (self._profiled is not None))
@@ -374,6 +376,7 @@ class Tuning:
         # What a busy machine decided is not for the next run, which may have a quiet one.
         if key is not None and not any(row.unsteady for row in self.report.rows):
             self.report.seconds = time.monotonic() - self._started
+            self.report.budget_s = self._budget_s
             self.cached = choice_cache.remember(key, self.report) is not None
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()

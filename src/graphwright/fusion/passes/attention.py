@@ -46,63 +46,80 @@ def _parts(
     node: fx.Node,
 ) -> tuple[fx.Node, fx.Node, Any, fx.Node | None, float, tuple[str, ...]] | None:
     """Query, turned key, value, mask, scale of an attention that a product ends."""
-    weights, values = inputs(node)
-    names = [node.name]
-    conversion = None
-    if is_op(weights, aten.to.dtype) and only_user(weights) is None and len(weights.users) == 1:
-        conversion, weights = weights, inputs(weights)[0]
-    if not is_op(weights, aten.softmax.int):
-        return None
-    assert isinstance(weights, fx.Node)
-    if len(weights.users) != 1:
-        return None
-    given = arguments(weights)
-    scores, shape = given["self"], value_of(weights)
-    if shape is None or shape.dim() != 4 or given["dim"] not in (-1, 3):
-        return None
-    if given["dtype"] not in (None, torch.float32):
-        return None
-    names.append(weights.name)
-    mask: fx.Node | None = None
-    scale = 1.0
-    if is_op(scores, aten.add.Tensor) and not scores.kwargs and len(scores.users) == 1:
-        sides = [s for s in inputs(scores) if isinstance(s, fx.Node)]
-        if len(sides) != 2:
-            return None
-        inner = next((s for s in sides if _scaled(s) is not None), None)
-        if inner is None:
-            return None
-        mask = sides[1] if inner is sides[0] else sides[0]
-        names.append(scores.name)
-        scores = inner
+    given, values = inputs(node)
+    weights = _before_conversion(given)
+    sums = _scores(weights)
+    scores, mask = _without_mask(sums)
     found = _scaled(scores)
     if found is None:
         return None
-    product, factor = found
-    scale *= factor
-    if product is not scores:
-        names.append(scores.name)
+    product, scale = found
     if any(len(n.users) != 1 for n in (scores, product)):
         return None
-    names.append(product.name)
     query, key = inputs(product)
-    q, v, result = value_of(query), value_of(values), value_of(node)
-    k = value_of(key)
+    tensors = [value_of(each) for each in (query, key, values, node)]
+    if not _are_of_one_attention(*tensors):
+        return None
+    q, k = tensors[:2]
+    assert q is not None
+    assert k is not None
+    if weights is not given and weights.meta["val"].dtype != torch.float32:
+        return None
+    if mask is not None and not _is_bias(mask, q.dtype, (*q.shape[:3], k.shape[3])):
+        return None
+    # A name each, though there may be no mask, or no scale.
+    names = dict.fromkeys(each.name for each in (product, scores, sums, weights, node))
+    return query, key, values, mask, scale, tuple(names)
+
+
+def _before_conversion(weights: Any) -> Any:
+    """What was converted to another dtype for one use; the node itself if it is no conversion."""
+    converts = is_op(weights, aten.to.dtype) and only_user(weights) is None
+    return inputs(weights)[0] if converts and len(weights.users) == 1 else weights
+
+
+def _scores(weights: Any) -> Any:
+    """What a softmax over the last of four dimensions is of; None if it is another operation."""
+    if not is_op(weights, aten.softmax.int) or len(weights.users) != 1:
+        return None
+    given, shape = arguments(weights), value_of(weights)
+    if shape is None or shape.dim() != 4 or given["dim"] not in (-1, 3):
+        return None
+    return given["self"] if given["dtype"] in (None, torch.float32) else None
+
+
+def _without_mask(scores: Any) -> tuple[Any, fx.Node | None]:
+    """Scores without the mask that is added to them, and the mask, if there is one."""
+    if not is_op(scores, aten.add.Tensor) or scores.kwargs or len(scores.users) != 1:
+        return scores, None
+    sides = [side for side in inputs(scores) if isinstance(side, fx.Node)]
+    inner = next((side for side in sides if _scaled(side) is not None), None)
+    if len(sides) != 2 or inner is None:
+        return None, None
+    return inner, sides[1] if inner is sides[0] else sides[0]
+
+
+def _are_of_one_attention(
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    result: torch.Tensor | None,
+) -> bool:
+    """Whether these may be query, turned key, value and result."""
     if q is None or k is None or v is None or result is None or q.dim() != 4 or k.dim() != 4:
-        return None
-    if len({q.dtype, k.dtype, v.dtype, result.dtype}) != 1 or q.shape[:2] != k.shape[:2]:
-        return None
-    if q.shape[:2] != v.shape[:2] or (conversion is not None and shape.dtype != torch.float32):
-        return None
-    if mask is not None:
-        bias = value_of(mask)
-        whole = (*q.shape[:3], k.shape[3])
-        if bias is None or bias.dtype != q.dtype or not 2 <= bias.dim() <= 4:
-            return None
-        sizes = zip(reversed(bias.shape), reversed(whole), strict=False)
-        if any(size not in (1, full) for size, full in sizes):
-            return None
-    return query, key, values, mask, scale, tuple(reversed(names))
+        return False
+    if len({q.dtype, k.dtype, v.dtype, result.dtype}) != 1:
+        return False
+    return q.shape[:2] == k.shape[:2] == v.shape[:2]
+
+
+def _is_bias(mask: fx.Node, dtype: torch.dtype, whole: tuple[int, ...]) -> bool:
+    """Whether PyTorch's operation takes a mask for scores of these sizes."""
+    bias = value_of(mask)
+    if bias is None or bias.dtype != dtype or not 2 <= bias.dim() <= 4:
+        return False
+    sizes = zip(reversed(bias.shape), reversed(whole), strict=False)
+    return all(size in (1, full) for size, full in sizes)
 
 
 def _scaled(node: Any) -> tuple[fx.Node, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -56,61 +57,77 @@ _LARGEST_CONSTANT = 16 << 20
 
 def _clean(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Take out what does nothing, and write nothing in place that nobody else sees."""
-    gone = []
-    for node in calls(graph, aten.dropout.default, aten.dropout_.default, *_IDENTITIES):
-        given = arguments(node)
-        # A result that is detached is another tensor than what it was made of.
-        returned = any(user.op == "output" for user in node.users)
-        if not given.get("train", False) and not (returned and is_op(node, *_IDENTITIES)):
-            gone.append(node.name)
-            node.replace_all_uses_with(inputs(node)[0])
-            graph.graph.erase_node(node)
-    for node in calls(graph, *_CONVERSIONS):
-        source, result = value_of(inputs(node)[0]), value_of(node)
-        if source is None or result is None or arguments(node).get("copy"):
-            continue
-        same = (source.dtype, source.device, source.stride(), source.layout)
-        if same == (result.dtype, result.device, result.stride(), result.layout):
-            gone.append(node.name)
-            node.replace_all_uses_with(inputs(node)[0])
-            graph.graph.erase_node(node)
-    found = [Change("does nothing", (name,)) for name in gone]
+    found = []
+    for kinds in ((aten.dropout.default, aten.dropout_.default, *_IDENTITIES), _CONVERSIONS):
+        for node in calls(graph, *kinds):
+            if _does_nothing(node):
+                found.append(Change("does nothing", (node.name,)))
+                node.replace_all_uses_with(inputs(node)[0])
+                graph.graph.erase_node(node)
     written = [node.name for node in list(graph.graph.nodes) if _out_of_place(graph, node)]
     found += [Change("writes to new memory", (name,)) for name in written]
     # What is written piece by piece, a mask say, need not be either, if it is a constant.
     return found + (_constants(graph, device) if any(map(is_mutable, graph.graph.nodes)) else [])
 
 
+def _does_nothing(node: fx.Node) -> bool:
+    """Whether a dropout, detach() or conversion gives what it is given."""
+    given = arguments(node)
+    if not is_op(node, *_CONVERSIONS):
+        # A result that is detached is another tensor than what it was made of.
+        returned = any(user.op == "output" for user in node.users)
+        return not given.get("train", False) and not (returned and is_op(node, *_IDENTITIES))
+    source, result = value_of(inputs(node)[0]), value_of(node)
+    if source is None or result is None or given.get("copy"):
+        return False
+    same = (source.dtype, source.device, source.stride(), source.layout)
+    return same == (result.dtype, result.device, result.stride(), result.layout)
+
+
 def _out_of_place(graph: fx.GraphModule, node: fx.Node) -> bool:
     """Replace an operation in place by its twin, where nothing else sees what it writes to."""
     if node.op != "call_function" or not is_mutable(node) or not inputs(node):
         return False
-    target, memory = node.target, inputs(node)[0]
+    memory, twin = inputs(node)[0], _twin_of(node.target)
+    if twin is None or not isinstance(memory, fx.Node) or [*memory.users] != [node]:
+        return False
+    if memory.op != "call_function" or is_view(memory):
+        return False
+    before, after = value_of(memory), value_of(node)
+    if before is None or after is None or before.dtype != after.dtype:
+        return False
+    if not _gives_the_same(twin, node, before):
+        return False
+    node.target = twin
+    return True
+
+
+def _twin_of(target: Any) -> Op | None:
+    """The operation that writes to new memory what another one writes in place."""
     assert isinstance(target, Op)
     name = target._opname
-    if not name.endswith("_") or not isinstance(memory, fx.Node) or len(memory.users) != 1:
-        return False
-    if memory.op != "call_function" or is_view(memory) or node not in memory.users:
-        return False
+    if not name.endswith("_"):
+        return None
     twin = getattr(getattr(aten, name[:-1], None), target._overloadname, None)
-    before, after = value_of(memory), value_of(node)
-    if twin is None or before is None or after is None or before.dtype != after.dtype:
-        return False
-    if len(twin._schema.arguments) != len(target._schema.arguments):
-        return False
+    if twin is None:
+        return None
+    return twin if len(twin._schema.arguments) == len(target._schema.arguments) else None
+
+
+def _gives_the_same(twin: Op, node: fx.Node, before: torch.Tensor) -> bool:
+    """Whether an operation's result is laid out as the memory that a node writes to.
+
+    It may promote to another dtype, or broadcast what it writes to; but not relu and the like.
+    """
     if len(node.all_input_nodes) == 1 and before.is_floating_point() and len(node.args) == 1:
-        node.target = twin  # relu_ and the like: the same dtype, shape and strides.
         return True
     try:
-        # It may promote to another dtype, or broadcast what it writes to.
         args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), _without_data)
         made = twin(*args, **kwargs)
     except Exception:
         return False
-    if (made.dtype, made.shape, made.stride()) != (before.dtype, before.shape, before.stride()):
-        return False
-    node.target = twin
-    return True
+    mine = (made.dtype, made.shape, made.stride())
+    return bool(mine == (before.dtype, before.shape, before.stride()))
 
 
 def _without_data(node: fx.Node) -> torch.Tensor:
@@ -124,14 +141,11 @@ def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     changing: set[fx.Node] = set()
     while (values := _values(graph, changing)) is None:
         pass
-    last = next(iter(reversed(graph.graph.nodes)))
     own = {v.untyped_storage()._cdata for n, v in values.items() if n.op == "get_attr"}
     found = []
     for node, value in values.items():
-        if value.untyped_storage()._cdata in own:
-            continue  # A view of a weight costs nothing.
-        ends = [u for u in node.users if u not in values and u is not last]
-        ends = [user for user in ends if not (is_view(user) and reaches_output(user))]
+        # A view of a weight costs nothing.
+        ends = [] if value.untyped_storage()._cdata in own else _ends(graph, node, values)
         if ends:
             kept = add_constant(graph, value, node)
             for user in ends:
@@ -142,6 +156,13 @@ def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if node in values and is_mutable(node) and not _is_read(node):
             graph.graph.erase_node(node)
     return found
+
+
+def _ends(graph: fx.GraphModule, node: fx.Node, values: Container[fx.Node]) -> list[fx.Node]:
+    """What uses a constant and is none itself, nor a result that would be the same at each call."""
+    last = next(iter(reversed(graph.graph.nodes)))
+    ends = [u for u in node.users if u not in values and u is not last]
+    return [user for user in ends if not (is_view(user) and reaches_output(user))]
 
 
 def _values(graph: fx.GraphModule, changing: set[fx.Node]) -> dict[fx.Node, torch.Tensor] | None:
@@ -232,40 +253,55 @@ def _batch_norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         source = norm["input"]
         if norm["training"] or not _is_foldable(source) or only_user(source) is not node:
             continue
-        given = arguments(source)
-        weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
-        mean, variance = (constant(graph, norm[n]) for n in ("running_mean", "running_var"))
-        gamma, beta = constant(graph, norm["weight"]), constant(graph, norm["bias"])
-        if weight is None or mean is None or variance is None:
+        own = _weight_and_bias(graph, source)
+        scaled = None if own is None else _scale_and_shift(graph, norm, *own)
+        if own is None or scaled is None or not _put_weights(graph, source, own[0], *scaled):
             continue
-        named = (given["bias"], bias), (norm["weight"], gamma), (norm["bias"], beta)
-        if any(n is not None and value is None for n, value in named):
-            continue
-        if any(t is not None and t.dtype != weight.dtype for t in (bias, mean, gamma, beta)):
-            continue
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        scale = torch.rsqrt(variance.to(wide) + norm["eps"])
-        if gamma is not None:
-            scale = scale * gamma.to(wide)
-        shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
-        shift = shift * scale
-        if beta is not None:
-            shift = shift + beta.to(wide)
-        folded = weight.to(wide) * scale.reshape(-1, *[1] * (weight.dim() - 1))
-        kept, row = torch.empty_like(weight).copy_(folded), shift.to(weight.dtype)
-        if not (kept.isfinite().all() and row.isfinite().all()):
-            continue  # What is no number after folding may be one before.
-        source.args = (
-            inputs(source)[0],
-            add_constant(graph, kept, source),
-            add_constant(graph, row, source),
-            *inputs(source)[3:],
-        )
-        source.kwargs = {k: v for k, v in source.kwargs.items() if k not in ("weight", "bias")}
         found.append(Change("batch norm folded", (source.name, node.name)))
         node.replace_all_uses_with(source)
         graph.graph.erase_node(node)
     return found
+
+
+def _weight_and_bias(
+    graph: fx.GraphModule, node: fx.Node
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Weight and bias of a linear or convolution; None if they are no constants of one dtype."""
+    given = arguments(node)
+    weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
+    if weight is None:
+        return None
+    if given["bias"] is not None and (bias is None or bias.dtype != weight.dtype):
+        return None
+    return weight, bias
+
+
+def _scale_and_shift(
+    graph: fx.GraphModule,
+    norm: dict[str, Any],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What a batch norm makes of each channel, the bias before it included.
+
+    None if its tensors are no constants of the weight's precision.
+    """
+    mean, variance = (constant(graph, norm[n]) for n in ("running_mean", "running_var"))
+    gamma, beta = constant(graph, norm["weight"]), constant(graph, norm["bias"])
+    if mean is None or variance is None:
+        return None
+    named = (norm["weight"], gamma), (norm["bias"], beta)
+    if any(n is not None and value is None for n, value in named):
+        return None
+    if any(t is not None and t.dtype != weight.dtype for t in (mean, gamma, beta)):
+        return None
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scale = torch.rsqrt(variance.to(wide) + norm["eps"])
+    if gamma is not None:
+        scale = scale * gamma.to(wide)
+    shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
+    shift = shift * scale
+    return scale, shift if beta is None else shift + beta.to(wide)
 
 
 def _is_foldable(node: Any) -> bool:
@@ -295,43 +331,89 @@ def _scale(graph: fx.GraphModule, node: fx.Node, source: Any, factor: Any) -> Ch
         return None
     if value.shape != result.shape or value.dtype != result.dtype or scale.dtype != value.dtype:
         return None
-    # The dimension of the source that each of its result's dimensions is.
-    dims = list(range(value.dim()))
-    end = source
-    while is_op(end, aten.permute.default) and only_user(inputs(end)[0]) is end:
-        order = [d % len(dims) for d in inputs(end)[1]]
-        dims = [order[d] for d in dims]
-        end = inputs(end)[0]
+    end, dims = _behind_permutes(source, value.dim())
     if not is_op(end, aten.linear.default, *CONVOLUTIONS):
         return None
-    given, whole = arguments(end), value_of(end)
-    weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
-    if weight is None or whole is None or weight.dtype != scale.dtype:
+    own = _weight_and_bias(graph, end)
+    if own is None or own[0].dtype != scale.dtype:
         return None
-    if given["bias"] is not None and (bias is None or bias.dtype != weight.dtype):
+    weight, bias = own
+    factors = _of_channels(scale, dims, _channels(end, weight))
+    if factors is None:
         return None
-    images = weight.dim()  # A convolution of images without a batch has a dimension less.
-    if is_op(end, *CONVOLUTIONS) and whole.dim() != images:
+    row = factors.expand(weight.shape[0]).to(torch.promote_types(weight.dtype, torch.float32))
+    shift = None if bias is None else bias.to(row.dtype) * row
+    if not _put_weights(graph, end, weight, row, shift):
         return None
-    channels = whole.dim() - 1 if is_op(end, aten.linear.default) else 1
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    full = scale.reshape([1] * (value.dim() - scale.dim()) + list(scale.shape))
-    if any(size != 1 and dims[d] != channels for d, size in enumerate(full.shape)):
-        return None
-    row = full.reshape(-1).expand(weight.shape[0]).to(wide)
-    scaled = weight.to(wide) * row.reshape(-1, *[1] * (weight.dim() - 1))
-    shift = None if bias is None else (bias.to(wide) * row)
-    kept = torch.empty_like(weight).copy_(scaled)
-    offset = None if shift is None else shift.to(weight.dtype)
-    if not (kept.isfinite().all() and (offset is None or offset.isfinite().all())):
-        return None
-    row_node = None if offset is None else add_constant(graph, offset, end)
-    end.args = (inputs(end)[0], add_constant(graph, kept, end), row_node, *inputs(end)[3:])
-    end.kwargs = {k: v for k, v in end.kwargs.items() if k not in ("weight", "bias")}
     names = (end.name, node.name)
     node.replace_all_uses_with(source)
     graph.graph.erase_node(node)
     return Change("scale folded", names)
+
+
+def _behind_permutes(source: Any, count: int) -> tuple[Any, list[int]]:
+    """What was permuted, if anything was, and the dimension of it that each of the result's is."""
+    dims = list(range(count))
+    while is_op(source, aten.permute.default) and only_user(inputs(source)[0]) is source:
+        order = [d % count for d in inputs(source)[1]]
+        dims = [order[d] for d in dims]
+        source = inputs(source)[0]
+    return source, dims
+
+
+def _channels(node: fx.Node, weight: torch.Tensor) -> int | None:
+    """The dimension of a linear's or convolution's result that is its weight's rows."""
+    whole = value_of(node)
+    if whole is None:
+        return None
+    if is_op(node, aten.linear.default):
+        return whole.dim() - 1
+    # A convolution of images without a batch has a dimension less.
+    return 1 if whole.dim() == weight.dim() else None
+
+
+def _of_channels(
+    scale: torch.Tensor, dims: Sequence[int], channels: int | None
+) -> torch.Tensor | None:
+    """A factor a channel, or one for all; None where it differs along another dimension.
+
+    Args:
+        scale: what a result is multiplied by.
+        dims: for each dimension of that, the one of the operation's result that it is.
+        channels: the dimension of the operation's result that has the channels.
+    """
+    full = scale.reshape([1] * (len(dims) - scale.dim()) + list(scale.shape))
+    if channels is None or any(n != 1 and dims[d] != channels for d, n in enumerate(full.shape)):
+        return None
+    return full.reshape(-1)
+
+
+def _put_weights(
+    graph: fx.GraphModule,
+    node: fx.Node,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None,
+) -> bool:
+    """Give a linear or convolution its weight with scaled rows, and another bias.
+
+    Computed in float32 and rounded once. False if that gives no finite numbers: what is no number
+    after folding may be one before.
+    """
+    kept = torch.empty_like(weight).copy_(
+        weight.to(scale.dtype) * scale.reshape(-1, *[1] * (weight.dim() - 1))
+    )
+    row = None if shift is None else shift.to(weight.dtype)
+    if not (kept.isfinite().all() and (row is None or row.isfinite().all())):
+        return False
+    node.args = (
+        inputs(node)[0],
+        add_constant(graph, kept, node),
+        None if row is None else add_constant(graph, row, node),
+        *inputs(node)[3:],
+    )
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k not in ("weight", "bias")}
+    return True
 
 
 CLEAN = Pass("clean", _clean)

@@ -41,7 +41,7 @@ def _end(name: str) -> tuple[tuple[str, Any], ...]:
     )
 
 
-class _Memcpy3D(ctypes.Structure):
+class Memcpy3D(ctypes.Structure):
     """CUDA_MEMCPY3D of cuda.h."""
 
     _fields_ = (
@@ -139,7 +139,7 @@ class CopyNode:
         handle: of the node, in the graph that the executable one was made of.
     """
 
-    def __init__(self, executable: int, node: int, params: _Memcpy3D, end: str) -> None:
+    def __init__(self, executable: int, node: int, params: Memcpy3D, end: str) -> None:
         context = ctypes.c_void_p()
         check(libcuda().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
         self._params = params
@@ -271,7 +271,7 @@ def node_count(graph: int) -> int:
     return count.value
 
 
-def copies(graph: int) -> Iterator[tuple[int, _Memcpy3D]]:
+def copies(graph: int) -> Iterator[tuple[int, Memcpy3D]]:
     """The copy nodes of a graph and their parameters."""
     cuda = libcuda()
     count = ctypes.c_size_t(node_count(graph))
@@ -283,7 +283,7 @@ def copies(graph: int) -> Iterator[tuple[int, _Memcpy3D]]:
         kind = ctypes.c_int()
         check(cuda.cuGraphNodeGetType(node, ctypes.byref(kind)), "cuGraphNodeGetType")
         if kind.value == _MEMCPY_NODE:
-            params = _Memcpy3D()
+            params = Memcpy3D()
             code = cuda.cuGraphMemcpyNodeGetParams(node, ctypes.byref(params))
             check(code, "cuGraphMemcpyNodeGetParams")
             yield node, params

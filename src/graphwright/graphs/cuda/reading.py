@@ -145,7 +145,7 @@ def _node(index: int, handle: int, before: tuple[int, ...]) -> Node:
     if kind.value == _KERNEL:
         return _kernel(index, handle, before)
     if kind.value == _COPY:
-        params = driver._Memcpy3D()
+        params = driver.Memcpy3D()
         code = driver.libcuda().cuGraphMemcpyNodeGetParams(handle, ctypes.byref(params))
         check(code, "cuGraphMemcpyNodeGetParams")
         ends = (_ENDS.get(kind, "memory") for kind in (params.srcMemoryType, params.dstMemoryType))
@@ -280,7 +280,7 @@ def constants_of(handles: Sequence[int]) -> list[tuple[bytes, ...] | None]:
             parts = None if filled is None else (filled.value, filled.dst)
             found.append(None if parts is None else tuple(map(_as_word, parts)))
         elif kind.value == _COPY:
-            copied = driver._Memcpy3D()
+            copied = driver.Memcpy3D()
             code = driver.libcuda().cuGraphMemcpyNodeGetParams(handle, ctypes.byref(copied))
             check(code, "cuGraphMemcpyNodeGetParams")
             ends = copied.srcHost, copied.srcDevice, copied.dstHost, copied.dstDevice

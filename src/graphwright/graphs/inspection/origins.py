@@ -25,7 +25,7 @@ from ...errors import is_the_user_s
 # The code that calls a module's hooks and forward, and what its frames call the module.
 _CALLS: tuple[CodeType, ...] = (nn.Module._call_impl.__code__,)
 # The file whose frames call what was captured.
-_RUN_BY = str(Path(__file__).parents[1] / "captured_call.py")
+_RUN_BY = str(Path(__file__).parents[1] / "call_work.py")
 _PYTHON_ROOT = sysconfig.get_path("stdlib")
 
 

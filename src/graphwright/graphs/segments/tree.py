@@ -21,10 +21,17 @@ from ...calls.places import Place, emptied
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..host_draws import Draw, draw_others, is_foreign, repeat
-from ..memory import MemoryPool, format_bytes
+from ..memory import MemoryPool, format_bytes, note_growth, predict, recorder_for, retire
 from ..reads import Read, Reads
 from ..recorder import Interrupted, Recorder
-from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy
+from ..static_tensors import (
+    CopyPlan,
+    Finish,
+    StaticInputs,
+    StaticOutputs,
+    byte_view,
+    copy,
+)
 from ..transaction import let_go, transaction
 from .observation import ObservingTracer
 from .recording import RecordingTracer
@@ -48,25 +55,27 @@ Unfinished = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class CopyPlan:
-    """How a call's arguments are copied in, and whether its results are copied out.
-
-    Attributes:
-        sources: positions of the arguments that are copied in as bytes.
-        by_element: positions of those that are copied in element by element.
-        fresh: whether the caller gets new tensors, not the graph's own.
-    """
-
-    sources: Sequence[int]
-    by_element: Sequence[int]
-    fresh: bool
-
-
-@dataclass(frozen=True)
 class _Tree:
     """Results that no graph can give."""
 
     tree: Any
+
+
+@dataclass(frozen=True)
+class _EagerRun:
+    """A call that took a new path, and went on eagerly.
+
+    Attributes:
+        observer: the tracer that observed it.
+        results: what it returned.
+        mutated: positions of the arguments that it wrote to.
+        read: what it took from outside.
+    """
+
+    observer: ObservingTracer
+    results: StaticOutputs | _Tree
+    mutated: list[int]
+    read: list[Read]
 
 
 class SegmentTree:
@@ -89,9 +98,7 @@ class SegmentTree:
         random: whether such a path draws random numbers.
         given_up: why graphs no longer answer the call.
         calls: how many calls were answered.
-        went_on: whether the last one went on eagerly, so that Python has done what it does.
         paths: how many paths were recorded.
-        read: what a new path took from outside, until it is known who watches it.
     """
 
     inputs: StaticInputs
@@ -112,17 +119,14 @@ class SegmentTree:
         self.random = False
         self.given_up: CaptureError | None = None
         self.calls = 0
-        self.went_on = False
         self.paths = 0
         self.places = list(places)
-        self.read: list[Read] = []
-        self._read_now: list[Read] = []
         self._module = module
         self._pool = pool
         self._device = device
         self._unrecordable: set[Any] = set()
-        self._script: list[Step] = []
-        self._draws: Sequence[Draw] = ()
+        # What the first path is to be recorded by: its steps, and what it draws on the host.
+        self._plan: tuple[list[Step], Sequence[Draw]] = [], ()
         self._failures = 0
         self._segments = 0
 
@@ -151,7 +155,7 @@ class SegmentTree:
         Raises:
             CaptureError: the call cannot be recorded in segments either.
         """
-        self.generators, self._draws = list(generators), tuple(draws)
+        self.generators = list(generators)
         held = (*self._module.parameters(), *self._module.buffers())
         if any(tensor.is_inference() for tensor in held):
             raise CaptureError(
@@ -169,13 +173,12 @@ class SegmentTree:
                 observer.undo()
             if observer.problem is not None:
                 raise observer.problem
-            self._script = observer.script
-            self._check_limits(sum(step.key is not None for step in self._script) + 1)
+            self._plan = observer.script, tuple(draws)
+            self._check_limits(sum(step.key is not None for step in observer.script) + 1)
             with recorder.scratch() as sizes:
                 inputs = StaticInputs(sample, recorder.allocate)
                 root = Segment(self._device, None, None)
-                script = self._script, self._draws
-                tracer = self.recording_tracer(root, *script, recorder, (), (), {}, inputs)
+                tracer = self.recording_tracer(root, *self._plan, recorder, (), (), {}, inputs)
                 try:
                     tracer.record(work, inputs, _no_results)
                 except torch.OutOfMemoryError:
@@ -209,8 +212,7 @@ class SegmentTree:
         finish = functools.partial(self.finish, inputs, copy_plan, mutated)
         for left in reversed(range(_ATTEMPTS)):
             root = Segment(self._device, None, None)
-            script = self._script, self._draws
-            tracer = self.recording_tracer(root, *script, recorder, feeds, (), {}, inputs)
+            tracer = self.recording_tracer(root, *self._plan, recorder, feeds, (), {}, inputs)
             try:
                 tracer.record(work, inputs, finish)
                 break
@@ -255,9 +257,9 @@ class SegmentTree:
 
     def drop_script(self) -> None:
         """Drop what only recording needed, once the call is recorded for good."""
-        for step in self._script:
+        for step in self._plan[0]:
             step.real = ()
-        self._script = []
+        self._plan = [], ()
 
     def _add_path(
         self,
@@ -273,7 +275,7 @@ class SegmentTree:
     @property
     def recorder(self) -> Recorder:
         """What records the call."""
-        return self._pool._recorder_for(self._device)
+        return recorder_for(self._pool, self._device)
 
     def _check_limits(self, more: int) -> None:
         if self._segments + more > MAX_SEGMENTS:
@@ -293,7 +295,7 @@ class SegmentTree:
         make_room: MakeRoom,
         unfinished: Unfinished,
         has_moved: Callable[[], bool],
-    ) -> Any:
+    ) -> tuple[Any, list[Read] | None]:
         """Replay the segments for a call's arguments; the pool's lock is held.
 
         Args:
@@ -304,13 +306,16 @@ class SegmentTree:
             unfinished: what the work has done to the caller's objects, if it raised.
             has_moved: whether Python's state is another than that which the segments are of.
 
+        Returns:
+            the caller's results; and None where a known path gave them, else, since Python has done
+            what it does, what the new path takes from outside, if it was recorded.
+
         Raises:
             Differs: on a new path, the call did something else up to the break than before.
         """
         node, copy_plan = self.root, self.copy_plan
         assert node is not None
         self.calls += 1
-        self.went_on = False
         with torch.no_grad():
             for slot in copy_plan.by_element:
                 copy(leaves[slot], self.inputs.tensor(slot))
@@ -321,23 +326,18 @@ class SegmentTree:
                 source.refresh()
             break_ = node.break_
             if break_ is None:
-                return self._replay_last(node, sources, leaves, finish)
+                return self._replay_last(node, sources, leaves, finish), None
             node.launch(sources, ())
             sources = ()
             key, result = break_.run()
             following = break_.after.get(key)
             if following is None:
-                self.went_on = True
                 arrival = break_.step(key, result, node.count)
-                observer, results, mutated = self._continue_eagerly(
-                    node, arrival, leaves, work, unfinished
-                )
-                made = self._made(results, leaves, finish)
+                run = self._continue_eagerly(node, arrival, leaves, work, unfinished)
+                made = self._made(run.results, leaves, finish)
                 # A replay would not move it.
-                if not has_moved():
-                    self._extend(node, arrival, observer, mutated, work, make_room, results)
-                self._read_now = []
-                return made
+                extended = not has_moved() and self._extend(node, arrival, run, work, make_room)
+                return made, run.read if extended else []
             if following.targets:
                 following.enter(result)
             node = following
@@ -380,13 +380,8 @@ class SegmentTree:
         leaves: Sequence[Any],
         work: Work,
         unfinished: Unfinished,
-    ) -> tuple[ObservingTracer, StaticOutputs | _Tree, list[int]]:
-        """Continue eagerly, in ordinary memory, from a break whose outcome is new.
-
-        Returns:
-            the tracer that observed it, the results, and the positions of the arguments
-            that were written to.
-        """
+    ) -> _EagerRun:
+        """Continue eagerly, in ordinary memory, from a break whose outcome is new."""
         news = [made for made in arrival.made if isinstance(made, New)]
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
@@ -415,7 +410,7 @@ class SegmentTree:
                     self._made(StaticOutputs(tree, inputs, set()), leaves, None).happen(given_now())
             raise
         mutated = self._write_back(observer, inputs, leaves)
-        self._read_now = reads.left([inputs.tensor(slot) for slot in inputs.slots])
+        read = reads.left([inputs.tensor(slot) for slot in inputs.slots])
         observer.drop_unused_generators()
         self.mutates = self.mutates or observer.wrote_outside
         self.random = self.random or bool(observer.generators)
@@ -424,8 +419,8 @@ class SegmentTree:
             results = StaticOutputs(tree, inputs, outside)
         except CaptureError as error:
             self.given_up = _without_traceback(error)
-            return observer, _Tree(tree), mutated
-        return observer, results, mutated
+            return _EagerRun(observer, _Tree(tree), mutated, read)
+        return _EagerRun(observer, results, mutated, read)
 
     def _made(
         self, results: StaticOutputs | _Tree, leaves: Sequence[Any], finish: Finish | None
@@ -448,83 +443,96 @@ class SegmentTree:
         return mutated
 
     def _extend(
-        self,
-        node: Segment,
-        arrival: Step,
-        observer: ObservingTracer,
-        mutated: Sequence[int],
-        work: Work,
-        make_room: MakeRoom,
-        results: StaticOutputs | _Tree,
-    ) -> None:
-        """Record the new path that a call took; if that is impossible, give up."""
-        if observer.problem is not None:
-            self.given_up = _without_traceback(observer.problem)
+        self, node: Segment, arrival: Step, run: _EagerRun, work: Work, make_room: MakeRoom
+    ) -> bool:
+        """Record the new path that a call took, and say whether that was done.
+
+        If it is impossible, give up.
+        """
+        if run.observer.problem is not None:
+            self.given_up = _without_traceback(run.observer.problem)
         if self.given_up is not None or self.root is None:
-            return  # Without a root, the function itself has released its graphs.
+            return False  # Without a root, the function itself has released its graphs.
         assert node.break_ is not None
         assert arrival.key is not None
         before = self._pool.reserved
         try:
             # While the results are alive.
-            draws = observer.draws.to_repeat(self._device)
-            path = NewPath(self, node, arrival, observer.script, draws, mutated, work)
+            draws = run.observer.draws.to_repeat(self._device)
+            script = run.observer.script
+            path = NewPath(self, node, arrival, script, draws, run.mutated, work)
             self._check_worth(node.break_)
-            self._check_limits(1 + sum(step.key is not None for step in observer.script))
-            generators = [g for g in observer.generators if not is_foreign(g, self._device)]
-            self.generators += [g for g in generators if g not in self.generators]
-            observer.exchange()
-            try:
-                with transaction(self._pool, self._module, path.forget) as state:
-                    if self.places:
-                        state.allow_writes(list(self.places), [])
-                    draw_others(draws)
-                    if self._pool.limit is not None:
-                        self._make_room(path.size(), make_room)
-                    state.check()
-                    path.record()
-                    state.check()
-                    if self.places and not path.gives(results):
-                        raise Differs("its result goes by what an attribute held before")
-                    state.refuse_host_randomness(
-                        self._device, observer.generators, [observer.draws]
-                    )
-            except Exception as error:
-                # It may differ only since something was set up once: the next call will tell.
-                self._failures += 1
-                memory = isinstance(error.__cause__, torch.OutOfMemoryError)
-                others = isinstance(error, Interrupted)
-                again = (path.culprit is not None and not memory) or isinstance(error, Differs)
-                if not (again or others) or self._failures > _ATTEMPTS:
-                    raise
-                if not others:
-                    self._unrecordable |= {path.culprit} - {None}
-                return
-            finally:
-                observer.exchange()
+            self._check_limits(1 + sum(step.key is not None for step in script))
+            if not self._record_path(path, draws, run, make_room):
+                return False
             node.break_.after[arrival.key] = path.nodes[0]
-            self.read += self._read_now
-            for step in (arrival, *observer.script):
+            for step in (arrival, *script):
                 step.real = ()
             for made in path.nodes:
                 made.hits = 1
             self._add_path(path.nodes, path.external, path.frozen)
-            self._pool._update_high_water()
-            if self._pool._over_limit(before):
+            if not note_growth(self._pool, before):
                 self._make_room((), make_room)
-        except GraphwrightError as error:
-            self.given_up = _without_traceback(error)
-            let_go(error)
         except Exception as error:
-            self.given_up = CaptureError(f"Recording a new path failed: {first_line(error)}")
+            if isinstance(error, GraphwrightError):
+                self.given_up = _without_traceback(error)
+            else:
+                self.given_up = CaptureError(f"Recording a new path failed: {first_line(error)}")
             let_go(error)
+            return False
+        return True
+
+    def _record_path(
+        self, path: NewPath, draws: Sequence[Draw], run: _EagerRun, make_room: MakeRoom
+    ) -> bool:
+        """Record a new path from the state that its call began with; False to try another time."""
+        observer = run.observer
+        generators = [g for g in observer.generators if not is_foreign(g, self._device)]
+        self.generators += [g for g in generators if g not in self.generators]
+        observer.exchange()
+        try:
+            with transaction(self._pool, self._module, path.forget) as state:
+                if self.places:
+                    state.allow_writes(list(self.places), [])
+                draw_others(draws)
+                if self._pool.limit is not None:
+                    self._make_room(path.size(), make_room)
+                state.check()
+                path.record()
+                state.check()
+                if self.places and not path.gives(run.results):
+                    raise Differs("its result goes by what an attribute held before")
+                state.refuse_host_randomness(self._device, observer.generators, [observer.draws])
+        except Exception as error:
+            if not self._may_try_again(path, error):
+                raise
+            return False
+        finally:
+            observer.exchange()
+        return True
+
+    def _may_try_again(self, path: NewPath, error: Exception) -> bool:
+        """Whether a new path that could not be recorded may be, the next time.
+
+        It may differ only since something was set up once: the next call will tell.
+        """
+        self._failures += 1
+        if self._failures > _ATTEMPTS:
+            return False
+        if isinstance(error, Interrupted):
+            return True
+        memory = isinstance(error.__cause__, torch.OutOfMemoryError)
+        again = (path.culprit is not None and not memory) or isinstance(error, Differs)
+        if again:
+            self._unrecordable |= {path.culprit} - {None}
+        return again
 
     def _make_room(self, segments: Sequence[int], make_room: MakeRoom) -> None:
         """Make room in the pool for a path that takes these memory segments."""
         limit = self._pool.limit
         assert limit is not None
         alone = sum(segments) > limit
-        while self._pool.reserved + self._pool._predicted(segments) > limit:
+        while self._pool.reserved + predict(self._pool, segments).nbytes > limit:
             if alone or not make_room():
                 raise CaptureError(
                     f"With another path, the call takes more than the pool's limit of "
@@ -551,7 +559,7 @@ class SegmentTree:
         for node in [] if root is None else list(root.below()):
             recording = node.take_recording()
             if recording is not None and node is not root:  # The root's belongs to the graph.
-                self._pool._retire(recording)
+                retire(self._pool, recording)
 
 
 class NewPath:

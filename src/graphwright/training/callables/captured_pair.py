@@ -13,7 +13,8 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,17 +22,27 @@ from torch import nn
 from ...calls.binding import sees_order
 from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
-from ...calls.plurals import counted
 from ...calls.signature import CallSignature
 from ...calls.split import Args, Kwargs, flatten
 from ...calls.watch import ModuleWatch
 from ...calls.weights import refuse_weights
-from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
-from ...graphs.captured_call import device_of, name_of
+from ...errors import CaptureError, GraphwrightError, SignatureError
+from ...graphs.call_spec import device_of, name_of
 from ...graphs.composition import Parts
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
-from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
+from ...graphs.memory import (
+    GraphMemory,
+    MemoryPool,
+    MemoryPrediction,
+    exceeded,
+    note_growth,
+    predict,
+    recorder_for,
+    recording_in,
+    retire,
+    sweep,
+)
 from ...graphs.python_state import PythonState, place_of
 from ...graphs.reads import Read, explain
 from ...graphs.recorder import Interrupted
@@ -42,30 +53,12 @@ from .activations import Activations, Lease, Replay
 from .forward_backward import Passes
 from .outputs import Outputs
 from .pair_recorder import PairRecorder
+from .set_limit import Refusal, SetLimit
 
 # Pools, by id, in which a pair is being captured.
 BUSY: set[int] = set()
 # How often a recording is tried that other threads interrupt.
 _ATTEMPTS = 5
-
-
-class Refusal(NamedTuple):
-    """Why a forward that finds all sets of activations waiting gets no other one.
-
-    Attributes:
-        reason: as it is counted.
-        advice: what happened and what to do, in sentences.
-    """
-
-    reason: str
-    advice: str
-
-
-_IN_BACKWARD = Refusal(
-    "in a backward, where no activation set is added",
-    "it is called in a backward while all activation sets wait for their backwards, and none is "
-    "added there. Have as many forwards wait outside of a backward once.",
-)
 
 
 class CapturedPair(Graph):
@@ -112,11 +105,7 @@ class CapturedPair(Graph):
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
         self._sets: list[Activations] = []
-        self._most_sets = sets
-        # How often all sets were found waiting since a cycle of garbage was last the cause.
-        self._found_waiting = 0
-        # Why the last try to add a set failed, and the pool's version then if room might help.
-        self._refused: tuple[Refusal, int | None] | None = None
+        self._limit = SetLimit(sets)
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
         self._device = device_of(args, kwargs, owner, pool)
@@ -129,7 +118,7 @@ class CapturedPair(Graph):
             )
         # What it reads beside what its module reaches.
         self._parts = Parts()
-        named = owner._function if isinstance(owner, FunctionModule) else owner
+        named = owner.function_of() if isinstance(owner, FunctionModule) else owner
         super().__init__(pool, name_of(named, self._sample))
         self._owner = owner
         self._runs = warmup
@@ -217,13 +206,13 @@ class CapturedPair(Graph):
         Raises:
             CaptureError: it cannot be captured.
         """
-        with self.pool._lock:
+        with self._lock:
             self.state = GraphState.WARMING
             self._warmed = self._warm(self._sample)
 
     def _warm(self, sample: Sequence[Any]) -> Warmed:
         refuse_hooks_for_saved_tensors()
-        recorder = self.pool._recorder_for(self._device)
+        recorder = recorder_for(self.pool, self._device)
         with self._transaction() as undo:
             names = self._passes.names
             warmed = warm(self._passes.both, sample, recorder, undo, self._runs, names=names)
@@ -240,30 +229,24 @@ class CapturedPair(Graph):
         """
         warmed = self._warmed
         assert warmed is not None
-        with self.pool._lock:
-            predicted = self.pool._predicted(warmed.segments)
-            prediction = MemoryPrediction(predicted, warmed.segments, warmed.contributors)
-            try:
-                self.pool._admit(self, prediction)
-                recorder = self.pool._recorder_for(self._device)
-                before = recorder.reserved
+        try:
+            with recording_in(self.pool, self, self._device) as admission:
+                prediction = predict(self.pool, warmed.segments, warmed.contributors)
+                admission.admit(prediction)
                 self.state = GraphState.CAPTURING
                 self._sets.append(self._record_set(self._sample, warmed))
-                if self.pool._over_limit(before):
-                    raise self.pool._exceeded(self, prediction)
+                if not admission.fits():
+                    raise admission.exceeded()
                 self._explain_reads(warmed)
-            except BaseException as error:
-                self._retire()
-                let_go(error)
-                self.pool._sweep()
-                raise
-            forward = self._sets[0].forward
-            assert forward is not None
-            self._held = [warmed.external]
-            self._set_recording(forward, before, predicted)
-            self._sample = []
-            self.state = GraphState.READY
-            self.pool._add(self)
+                forward = self._sets[0].forward
+                assert forward is not None
+                self._held = [warmed.external]
+                self._take(forward, admission.before, prediction.nbytes)
+                self._sample = []
+                self.state = GraphState.READY
+        except BaseException as error:
+            let_go(error)
+            raise
 
     def _explain_reads(self, warmed: Warmed) -> None:
         """Have what the call reads from outside be watched, as `reads.explain`."""
@@ -279,10 +262,10 @@ class CapturedPair(Graph):
         if read:
             watch = ModuleWatch(self._owner, values=False, training=True)
             explain(read, watch, self._parts, self._device)
-        warmed.read.clear()
+        self._warmed = replace(warmed, read=())
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
-        recorder = self.pool._recorder_for(self._device)
+        recorder = recorder_for(self.pool, self._device)
         pair_recorder = PairRecorder(self._passes, warmed, recorder, self.pool)
         recorder.order()  # A replay may still use the memory of the inputs.
         with self._transaction():
@@ -309,19 +292,7 @@ class CapturedPair(Graph):
 
     def why_no_more_sets(self) -> Refusal | None:
         """Why no set may be added now; None if one may."""
-        count = len(self._sets)
-        if count >= self._most_sets:
-            return Refusal(
-                "all activation sets wait for their backwards",
-                f"{counted(count, 'other call')} will still run backward. Give "
-                f"make_graphed_callables() activation_sets={count + 1} or more, call backward() "
-                "before, or let go of the outputs that need none.",
-            )
-        if torch._C._current_graph_task_id() != -1:
-            return _IN_BACKWARD
-        if self._refused is not None and self._refused[1] in (None, self.pool._version):
-            return self._refused[0]
-        return None
+        return self._limit.why_not(len(self._sets), self.pool._version)
 
     def reserve_garbage(self) -> Lease | None:
         """A set that waits only since a cycle holds outputs that were dropped.
@@ -329,14 +300,12 @@ class CapturedPair(Graph):
         To collect garbage takes long. It is worth it before a set is added; where none may be, it
         is tried ever more rarely.
         """
-        self._found_waiting += 1
-        seldom = self._found_waiting & (self._found_waiting - 1) == 0
-        if not seldom and self.why_no_more_sets() is not None:
+        if not self._limit.is_worth_a_look() and self.why_no_more_sets() is not None:
             return None
         gc.collect()
         lease = self.reserve()
         if lease is not None:
-            self._found_waiting = 0
+            self._limit.found_garbage()
         return lease
 
     def add_set(self, args: Args, kwargs: Kwargs) -> None:
@@ -357,12 +326,7 @@ class CapturedPair(Graph):
 
     def refuse_sets(self, error: GraphwrightError) -> Refusal:
         """Add no set from now on, since that has failed; try again if there may be more room."""
-        room = isinstance(error, MemoryBudgetExceeded)
-        what = "does not fit under the pool's limit" if room else "could not be captured"
-        reason = f"another activation set {what}"
-        refusal = Refusal(reason, f"all of them wait for their backwards, and {reason}. {error}")
-        self._refused = refusal, self.pool._version if room else None
-        return refusal
+        return self._limit.refuse(error, self.pool._version)
 
     def _add_set(self, sample: Sequence[Any]) -> None:
         assert self._warmed is not None
@@ -373,7 +337,7 @@ class CapturedPair(Graph):
         pool._trim()
         before = pool.reserved
         if pool.limit is not None and before + needed > pool.limit:
-            raise pool._exceeded(self, prediction)
+            raise exceeded(pool, self, prediction)
         made = None
         try:
             # As thoroughly as for the first one: this may be another thread.
@@ -381,19 +345,18 @@ class CapturedPair(Graph):
             made = self._record_set(sample, warmed)
             self._passes.refuse_others_than(trained)
             self._ready()
-            if pool._over_limit(before):
-                raise pool._exceeded(self, prediction)
+            if not note_growth(pool, before):
+                raise exceeded(pool, self, prediction)
         except BaseException as error:
             for recording in [] if made is None else made.recordings():
-                pool._retire(recording)
+                retire(pool, recording)
             let_go(error)
             del made
-            pool._sweep()
+            sweep(pool)
             pool._trim()
             raise
         self._sets.append(made)
         self._held.append(warmed.external)
-        pool._update_high_water()
         known = self.memory
         self.memory = GraphMemory(
             self.name, known.nbytes + pool.reserved - before, known.predicted + needed
@@ -403,7 +366,7 @@ class CapturedPair(Graph):
 
     def reserve(self) -> Lease | None:
         """A free set of activations for the next forward; None if there is none."""
-        with self.pool._lock:
+        with self._lock:
             for chosen in self._sets:
                 if chosen.free:
                     lease = Lease(self, chosen)
@@ -439,7 +402,7 @@ class CapturedPair(Graph):
         self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]
     ) -> tuple[list[torch.Tensor], Lease, Sequence[torch.Tensor]]:
         """Run a forward; `answer` gets its results, and how the caller's are made of them."""
-        with self.pool._lock:
+        with self._lock:
             self._ready()
             chosen = lease.activations
             plan = chosen.outputs
@@ -467,7 +430,7 @@ class CapturedPair(Graph):
         self._recording = None
         for chosen in self._sets:
             for recording in chosen.recordings():
-                self.pool._retire(recording)
+                retire(self.pool, recording)
         self._sets = []
         self._held = []
         self._passes.forget()

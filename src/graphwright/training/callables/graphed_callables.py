@@ -128,13 +128,7 @@ def make_graphed_callables(
     several = isinstance(callables, tuple)
     each = tuple(map(_inside, callables if several else (callables,)))
     calls = _calls(each, sample_args, sample_kwargs, several=several)
-    for index, fn in enumerate(each):
-        _check(fn, f"callables[{index}]" if several else "callables")
-    if len({id(fn) for fn in each}) < len(each):
-        raise OptionError(
-            "The same callable stands twice in `callables`.",
-            remedy="Name it once; with on_miss='capture' later calls may be of other kinds.",
-        )
+    _check_all(each, several=several)
     if capturing_now():
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
     memory = pool if isinstance(pool, MemoryPool) else MemoryPool()
@@ -149,6 +143,21 @@ def make_graphed_callables(
         )
         for fn in each
     ]
+    made = _recorded(forwards, calls)
+    for fn, forward in zip(each, forwards, strict=True):
+        if isinstance(fn, nn.Module):
+            fn.forward = forward
+    for forward, pair in zip(forwards, made, strict=True):
+        forward.add(pair)
+    pairs = zip(each, forwards, strict=True)
+    results = tuple(fn if isinstance(fn, nn.Module) else forward for fn, forward in pairs)
+    return results if several else results[0]
+
+
+def _recorded(
+    forwards: Sequence[GraphedForward], calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[CapturedPair]:
+    """The graphs of a call of each; none of them stays if one fails."""
     made: list[CapturedPair] = []
     try:
         # Warm up all before the first is recorded: what warm-ups leave behind is free by then.
@@ -161,16 +170,7 @@ def make_graphed_callables(
         for pair in made:
             pair.close()
         raise
-    for fn, forward in zip(each, forwards, strict=True):
-        if isinstance(fn, nn.Module):
-            fn.forward = forward
-    for forward, pair in zip(forwards, made, strict=True):
-        forward.add(pair)
-    results = tuple(
-        fn if isinstance(fn, nn.Module) else forward
-        for fn, forward in zip(each, forwards, strict=True)
-    )
-    return results if several else results[0]
+    return made
 
 
 def _calls(
@@ -206,8 +206,18 @@ def _inside(fn: Any) -> Any:
                 "Pass the model itself.",
             )
         fn = fn._graphwright_stands_for
-        fn = fn._function if isinstance(fn, FunctionModule) else fn
+        fn = fn.function_of() if isinstance(fn, FunctionModule) else fn
     return fn
+
+
+def _check_all(callables: Sequence[Any], *, several: bool) -> None:
+    for index, fn in enumerate(callables):
+        _check(fn, f"callables[{index}]" if several else "callables")
+    if len(set(map(id, callables))) < len(callables):
+        raise OptionError(
+            "The same callable stands twice in `callables`.",
+            remedy="Name it once; with on_miss='capture' later calls may be of other kinds.",
+        )
 
 
 def _check(fn: Any, name: str) -> None:

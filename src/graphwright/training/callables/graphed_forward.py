@@ -25,7 +25,8 @@ from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
 from ...graphs.memory import MemoryPool
 from ...graphs.turns import turns_of
 from .activations import Lease
-from .captured_pair import BUSY, CapturedPair, Refusal
+from .captured_pair import BUSY, CapturedPair
+from .set_limit import Refusal
 
 # How many pairs of graphs are kept; beyond that the least recently used one is closed.
 _MAX_PAIRS = 32

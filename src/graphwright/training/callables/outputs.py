@@ -6,7 +6,7 @@ Where that is impossible, the call is refused.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +51,14 @@ class Outputs:
         self._objects = has_nodes(self._spec)
         static = {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
         self._views: dict[int, _View] = {}
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                where = leaf.untyped_storage()._cdata
-                if leaf.untyped_storage().nbytes() and (where in static or where in external):
-                    what = "an argument" if where in static else "a parameter"
-                    raise CaptureError(
-                        f"{leaf_names(tree, 'output')[index]} is {what}, or a view of it, and "
-                        "requires grad.",
-                        remedy="Return a clone() of it.",
-                    )
+        for index, storage in _trained(leaves):
+            if storage._cdata in static or storage._cdata in external:
+                what = "an argument" if storage._cdata in static else "a parameter"
+                raise CaptureError(
+                    f"{leaf_names(tree, 'output')[index]} is {what}, or a view of it, and "
+                    "requires grad.",
+                    remedy="Return a clone() of it.",
+                )
         for group in _sharing(leaves):
             self._relate(group, leaves, tree)
         # Kept tensors must not keep autograd's graph alive.
@@ -75,10 +73,13 @@ class Outputs:
         )
         self._kept = kept
         self.differentiable: list[int] = []
+        # By position among the results, which of the differentiable ones it is.
         self._nth: dict[int, int] = {}
+        self._number_differentiable([leaves[i] for i in kept])
+
+    def _number_differentiable(self, results: Sequence[Any]) -> None:
         known: dict[int, int] = {}
-        for place, index in enumerate(kept):
-            leaf = leaves[index]
+        for place, leaf in enumerate(results):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 if id(leaf) not in known:
                     known[id(leaf)] = len(self.differentiable)
@@ -121,24 +122,40 @@ class Outputs:
         tensors = [leaves[index] for index in first.values()]
         if _are_apart(tensors):
             return
-        low = min(t.data_ptr() for t in tensors)
-        high = max(t.data_ptr() + span(t) for t in tensors)
-        for root in tensors:
-            covers = root.data_ptr() == low and root.data_ptr() + span(root) == high
-            if not (root.requires_grad and is_dense(root) and covers):
-                continue
-            if all(t is root or _is_view_of(t, root) for t in tensors):
-                at = first[id(root)]
-                for index in group:
-                    if leaves[index] is not root:
-                        known = first[id(leaves[index])]
-                        self._views[index] = _view(leaves[index], root, at, known)
-                return
+        root = _root_of(tensors)
+        if root is not None:
+            for index in group:
+                if leaves[index] is not root:
+                    known = first[id(leaves[index])]
+                    self._views[index] = _view(leaves[index], root, first[id(root)], known)
+            return
         names = leaf_names(tree, "output")
         raise CaptureError(
             f"{' and '.join(names[index] for index in sorted(first.values()))} share memory.",
             remedy="Return a clone() of all but one of them.",
         )
+
+
+def _trained(leaves: Sequence[Any]) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """Positions of tensors that require grad, with their memory, of those that have any."""
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            storage = leaf.untyped_storage()
+            if storage.nbytes():
+                yield index, storage
+
+
+def _root_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The one of some tensors in one storage that all others may be views of, if there is one."""
+    low = min(t.data_ptr() for t in tensors)
+    high = max(t.data_ptr() + span(t) for t in tensors)
+    for root in tensors:
+        covers = root.data_ptr() == low and root.data_ptr() + span(root) == high
+        if not (root.requires_grad and is_dense(root) and covers):
+            continue
+        if all(t is root or _is_view_of(t, root) for t in tensors):
+            return root
+    return None
 
 
 def _view(tensor: torch.Tensor, root: torch.Tensor, at: int, first: int) -> _View:

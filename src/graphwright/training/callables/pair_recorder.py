@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError
-from ...graphs.memory import MemoryPool
+from ...graphs.memory import MemoryPool, retire, shared_bytes
 from ...graphs.recorder import Recorder, SegmentRecorder
 from ...graphs.static_tensors import Geometry, StaticInputs, byte_view, is_dense
 from ...graphs.warmup import Warmed
@@ -59,7 +59,7 @@ class PairRecorder:
         except BaseException:
             if done is not None:
                 for recording in done.recordings():
-                    self._pool._retire(recording)
+                    retire(self._pool, recording)
             raise
         finally:
             self._passes.forget()
@@ -85,7 +85,7 @@ class PairRecorder:
         try:
             memory.refuse_unknown(known)
         except CaptureError:
-            self._pool._retire(segment.recording)
+            retire(self._pool, segment.recording)
             raise
         known |= {storage._cdata for storage in memory.still_alive()}
         return Activations(inputs, copies, outputs, segment.recording, None, (), [])
@@ -93,7 +93,7 @@ class PairRecorder:
     def _backward(
         self, done: Activations, known: set[int], segments: list[SegmentRecorder]
     ) -> None:
-        allocate = self._pool._shared_bytes()
+        allocate = shared_bytes(self._pool)
         given = [_like(output, allocate) for output in self._passes.outputs]
         known |= {grad.untyped_storage()._cdata for grad in given}
         memory = MemoryObserver()

@@ -16,7 +16,7 @@ from ...calls.modules import values_behind
 from ...calls.split import Args, Kwargs
 from ...errors import CaptureError, MemoryBudgetExceeded, in_words
 from ...graphs.journal import Copies
-from ...graphs.memory import MemoryPool
+from ...graphs.memory import MemoryPool, recorder_for
 from ...graphs.transaction import let_go
 from ..distributed import refuse_distributed
 from .body import Body, Usage, grads_of, observe_usage
@@ -184,7 +184,7 @@ class StepBuilder:
             body, device = self._body((args, kwargs))
             optimizers = OptimizersKept(body.optimizers)
             schedulers = SchedulersKept(self._step)
-            recorder = pool._recorder_for(device)
+            recorder = recorder_for(pool, device)
             copies = Copies(recorder.relieve)
             grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
             try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ from torch.utils import _pytree as pytree
 
 from ...calls.split import Args, Kwargs
 from ...calls.watch import ModuleWatch
+from ...graphs.as_eager import CaptureMode
 from ...graphs.captured_call import CapturedCall
+from ...graphs.comparison import Comparison, different_result, rounding_of
 from ...graphs.journal import Copies, users_of
-from ...graphs.memory import MemoryPool, MemoryPrediction
-from ...graphs.reads import explain
-from ...graphs.static_tensors import StaticInputs
-from ...graphs.warmup import Comparison, different_result, rounding_of
+from ...graphs.memory import MemoryPool, MemoryPrediction, recorder_for
+from ...graphs.reads import Read, explain
 from .body import Body, Grads, Usage, set_grads
 from .components import StepModule, hooks_of
 from .optimizers import OptimizerMemory, Settings
@@ -75,7 +76,7 @@ class CapturedStep(CapturedCall):
 
     optimizer_memory: OptimizerMemory
     # Optimizers and others have to know that they are captured.
-    _as_eager = False
+    _mode = CaptureMode.CAPTURED
 
     def __init__(
         self,
@@ -91,10 +92,15 @@ class CapturedStep(CapturedCall):
     ) -> None:
         with torch.no_grad():  # The body turns gradients on itself.
             super().__init__(body.function, args, kwargs, pool=pool, warmup=warmup, objects=False)
-        self._module = body.module
+        self._specify(
+            replace(
+                self.spec,
+                module=body.module,
+                trained=body.parameters,
+                comparison=StepComparison(),
+            )
+        )
         self._body = body
-        self._trained = body.parameters
-        self._comparison = StepComparison()
         self._copies: Copies | None = copies
         self.settings = Settings(body.optimizers, body.rates, body.numbers, body.scaler)
         self.start = {i: body.start[i] for i in usage.grads_read}
@@ -201,10 +207,11 @@ class CapturedStep(CapturedCall):
         assert self._warmed is not None
         external = {storage._cdata for storage in self._warmed.external}
         announced = self._warmed.announced
-        if isinstance(self._module, StepModule):
-            self._module.used = external
+        module = self.spec.module
+        if isinstance(module, StepModule):
+            module.used = external
         self.optimizer_memory = OptimizerMemory(self._body.optimizers, self._body.scaler, external)
-        tensors = {id(t): t for t in (*self._body.parameters, *self._module.buffers())}
+        tensors = {id(t): t for t in (*self._body.parameters, *module.buffers())}
         self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in announced]
         return prediction
 
@@ -214,7 +221,7 @@ class CapturedStep(CapturedCall):
             super().record(share_inputs=share_inputs)
         else:
             # Other graphs must not use the memory that this one's gradients lie in.
-            with self.pool._recorder_for(self._device).apart():
+            with recorder_for(self.pool, self.device).apart():
                 super().record()
         self._watch = self._new_watch()
         if self.parts.watches:
@@ -224,21 +231,19 @@ class CapturedStep(CapturedCall):
         ALL_STEPS.add(self)
 
     def _new_watch(self) -> ModuleWatch:
-        return ModuleWatch(self._module, values=False, training=True)
+        return ModuleWatch(self.spec.module, values=False, training=True)
 
-    def _explain_reads(self, watch: ModuleWatch) -> None:
+    def _explain_reads(self, read: Sequence[Read], watch: ModuleWatch) -> None:
         """As for a call; gradients and what is the optimizers' are looked at by the step itself."""
-        assert self._warmed is not None
         grads = [grad for grad in self.start.values() if grad is not None]
         seen = [*self._body.parameters, *grads, *self.optimizer_memory.tensors()]
         seen += [rate.tensor for rate in self._body.rates if rate.tensor is not None]
         for number in self._body.numbers:
             seen += [*(number.tensors or ()), *number.shown]
         used = {tensor.untyped_storage()._cdata for tensor in seen}
-        explain(self._warmed.read, watch, self.parts, self._device, used)
-        self._warmed.read.clear()
+        explain(read, watch, self.parts, self.device, used)
 
-    def _drains(self, inputs: StaticInputs, tree: Any) -> list[torch.Tensor]:
+    def _results_of(self, tree: Any) -> Any:
         results, ends = tree
         left = [
             i
@@ -248,7 +253,7 @@ class CapturedStep(CapturedCall):
         self._ending = [self._body.parameters[i] for i in left]
         # Tensor objects of our own, so that their reference counts show who else holds them.
         self.ends = [None if ends[i] is None else ends[i].detach() for i in left]
-        return super()._drains(inputs, results)
+        return results
 
     def _forget(self) -> None:
         super()._forget()

@@ -28,7 +28,7 @@ from ...calls.options import (
 )
 from ...calls.plurals import counted
 from ...calls.signature import CallSignature, inside_transform
-from ...calls.split import Args, Kwargs, tensors_of
+from ...calls.split import Args, Kwargs, require_grad, tensors_of
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
@@ -259,7 +259,7 @@ class GraphedStep(RunsStep):
             self.pool._order()  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)
         if graph is None:
-            if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            if require_grad(args, kwargs):
                 return self._run_eagerly("an argument requires grad", args, kwargs)
             graph, reason, why = self._capture_if_allowed(args, kwargs)
             if graph is None:
@@ -267,11 +267,7 @@ class GraphedStep(RunsStep):
         memory = graph.optimizer_memory
         if not memory.intact() and not memory.copy_back():
             if not memory.misses_state():
-                self._drop(graph)
-                if again:
-                    why = "the state of an optimizer is of another kind every time"
-                    return self._fall_back(_REFUSED, why, args, kwargs)
-                return self._answer(args, kwargs, again=True)
+                return self._answer_without(graph, args, kwargs, again=again)
             if not memory.make_initial_states():
                 # The first step of an optimizer makes its state, which a graph cannot do.
                 return self._run_eagerly(_FIRST, args, kwargs)
@@ -284,6 +280,16 @@ class GraphedStep(RunsStep):
             )
         self._statistics.replays += 1
         return result
+
+    def _answer_without(
+        self, graph: CapturedStep, args: Args, kwargs: Kwargs, *, again: bool
+    ) -> Any:
+        """Answer a step by another graph: the state of an optimizer is of another kind now."""
+        self._drop(graph)
+        if again:
+            why = "the state of an optimizer is of another kind every time"
+            return self._fall_back(_REFUSED, why, args, kwargs)
+        return self._answer(args, kwargs, again=True)
 
     def _find(self, args: Args, kwargs: Kwargs) -> CapturedStep | None:
         """The graph that fits this step; None if there is none."""
@@ -331,13 +337,9 @@ class GraphedStep(RunsStep):
         why = self._difference(args, kwargs)
         changed = list(self._graphs[0].settings.differences()) if self._graphs else []
         followed = self._drop_stale(changed)
-        if self._on_miss != "capture" and not any(
-            each.fits(args, kwargs) for each in self._captured
-        ):
+        if self._on_miss != "capture" and not self._had_graph(args, kwargs):
             return None, "no graph fits", why
-        if len(self._graphs) >= self._max_graphs:
-            self._drop_others(keep=self._max_graphs - 1)
-        if len(self._graphs) >= self._max_graphs:
+        if not self._has_room():
             return None, f"max_graphs={self._max_graphs} allows no more graphs", why
         known = next((each for each in self._refused if each.signature.fits(args, kwargs)), None)
         if known is not None:
@@ -352,14 +354,7 @@ class GraphedStep(RunsStep):
         except (CaptureError, MemoryBudgetExceeded) as error:
             let_go(error)  # Its frames hold gradients.
             reason = in_words(error)[0]
-            if known is not None:
-                known.reason, known.times = reason, known.times + 1
-                known.waits = _RETRY * 4**known.times
-            else:
-                with contextlib.suppress(SignatureError):
-                    any_order = not sees_order(self._step)
-                    signature = CallSignature.of(args, kwargs, any_order=any_order)
-                    self._refused.append(_Refused(signature, reason))
+            self._note_refusal(known, reason, args, kwargs)
             return None, _REFUSED, reason
         if graph is None:
             if changed:
@@ -368,6 +363,28 @@ class GraphedStep(RunsStep):
         if known is not None:
             self._refused.remove(known)
         return graph, "", ""
+
+    def _had_graph(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether there was a graph for such steps."""
+        return any(each.fits(args, kwargs) for each in self._captured)
+
+    def _has_room(self) -> bool:
+        """Whether one more graph may be captured; those that have to make room are dropped."""
+        if len(self._graphs) >= self._max_graphs:
+            self._drop_others(keep=self._max_graphs - 1)
+        return len(self._graphs) < self._max_graphs
+
+    def _note_refusal(
+        self, known: _Refused | None, reason: str, args: Args, kwargs: Kwargs
+    ) -> None:
+        """Wait ever longer before a capture of such steps is tried again."""
+        if known is not None:
+            known.reason, known.times = reason, known.times + 1
+            known.waits = _RETRY * 4**known.times
+            return
+        with contextlib.suppress(SignatureError):
+            signature = CallSignature.of(args, kwargs, any_order=not sees_order(self._step))
+            self._refused.append(_Refused(signature, reason))
 
     def _answered(self) -> int:
         """How many steps graphs have answered."""

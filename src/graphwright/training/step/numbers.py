@@ -254,28 +254,44 @@ class NumbersAsTensors(TorchFunctionMode):
         mine = [tensor for tensor in given if id(tensor) in self._known]
         if not mine:
             return func(*args, **kwargs)
-        name = func.__name__
-        if name in _COMPARISONS and len(args) == 2 and isinstance(args[1], int | float):
-            found = self._number_of.get(id(args[0]))
-            if found is not None:
-                return found[0].ask(found[1], name, args[1])
-        if name == "__bool__" and id(args[0]) in self._number_of:
-            number, position = self._number_of[id(args[0])]
-            return number.ask(position, "ne", 0)
-        rewrite = _REWRITES.get(name)
+        asked = self._asked(func.__name__, args)
+        if asked is not None:
+            return asked
+        rewrite = _REWRITES.get(func.__name__)
         result = NotImplemented
         if rewrite is not None:
             result = rewrite(lambda t: id(t) in self._known, func, args, kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)
-        if type(result) is torch.Tensor and len(mine) == len(given):
+        if type(result) is not torch.Tensor:
+            return result
+        if len(mine) == len(given):
             self._known[id(result)] = result
-        elif type(result) is torch.Tensor and result.dtype is torch.float64:
-            # As with a number in its place: of two tensors without dimensions the wider one counts.
-            others = {tensor.dtype for tensor in given if id(tensor) not in self._known}
-            if len(others) == 1 and all(dtype.is_floating_point for dtype in others):
-                result = result.to(next(iter(others)))
+            return result
+        return _narrowed(result, [t.dtype for t in given if id(t) not in self._known])
+
+    def _asked(self, name: str, args: Any) -> bool | None:
+        """The answer to a comparison of a number, or to whether it is zero; else None."""
+        number, position = self._number_of.get(id(args[0]), (None, 0)) if args else (None, 0)
+        if number is None:
+            return None
+        if name in _COMPARISONS and len(args) == 2 and isinstance(args[1], int | float):
+            return number.ask(position, name, args[1])
+        return number.ask(position, "ne", 0) if name == "__bool__" else None
+
+
+def _narrowed(result: torch.Tensor, others: Sequence[torch.dtype]) -> torch.Tensor:
+    """A result in the dtype that it has with a number in the place of a tensor.
+
+    Of two tensors without dimensions the wider one counts.
+
+    Args:
+        result: of an operation.
+        others: dtypes of the tensors that are no numbers.
+    """
+    if result.dtype is not torch.float64 or len(set(others)) != 1:
         return result
+    return result.to(others[0]) if others[0].is_floating_point else result
 
 
 # How calls are rewritten that would read a number on the host. Each is given a function that tells

@@ -328,9 +328,9 @@ class OptimizerMemory:
             if isinstance(value, torch.Tensor)
         ]
         attributes = {} if scaler is None else vars(scaler)
-        self._scale = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
+        self._scaling = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
         shown = [t for _, _, state in self._states for t in _tensors(state)]
-        shown += [*(value for *_, value in self._groups), *self._scale.values()]
+        shown += [*(value for *_, value in self._groups), *self._scaling.values()]
         # Each tensor that others see, and one of our own in the same memory, which stays there.
         self._memory = {id(tensor): (tensor, tensor.detach()) for tensor in shown}
         self._never_replaced = True
@@ -365,7 +365,7 @@ class OptimizerMemory:
         for optimizer, index, key, value in self._groups:
             if optimizer.param_groups[index].get(key) is not value:
                 return False
-        return all(vars(self._scaler).get(key) is value for key, value in self._scale.items())
+        return all(vars(self._scaler).get(key) is value for key, value in self._scaling.items())
 
     def misses_state(self) -> bool:
         """Whether a parameter's state was removed: its first step is still to come."""
@@ -396,18 +396,8 @@ class OptimizerMemory:
         if self.misses_state():
             return False
         self._never_replaced = False
-        pairs: list[tuple[Any, Any, Any]] = []
-        for optimizer, parameter, kept in self._states:
-            state = optimizer.state.get(parameter)
-            if state is None or state.keys() != kept.keys():
-                return False
-            pairs += [(state, key, value) for key, value in kept.items()]
-        for optimizer, index, key, value in self._groups:
-            if index >= len(optimizer.param_groups):
-                return False
-            pairs.append((optimizer.param_groups[index], key, value))
-        pairs += [(vars(self._scaler), key, value) for key, value in self._scale.items()]
-        if not all(_alike(holder.get(key), value) for holder, key, value in pairs):
+        pairs = self._pairs()
+        if pairs is None or not all(_alike(h.get(key), value) for h, key, value in pairs):
             return False
         moves: dict[int, torch.Tensor] = {}
         for holder, key, value in pairs:
@@ -418,18 +408,39 @@ class OptimizerMemory:
         shown = self._move(moves)
         for holder, key, value in pairs:
             holder[key] = shown.get(id(value), value)
+        self._show(shown)
+        return True
+
+    def _pairs(self) -> list[tuple[Any, Any, Any]] | None:
+        """What holds something of this memory now, by which key, and what it has held.
+
+        None if states have other keys, or a group is gone.
+        """
+        pairs: list[tuple[Any, Any, Any]] = []
+        for optimizer, parameter, kept in self._states:
+            state = optimizer.state.get(parameter)
+            if state is None or state.keys() != kept.keys():
+                return None
+            pairs += [(state, key, value) for key, value in kept.items()]
+        for optimizer, index, key, value in self._groups:
+            if index >= len(optimizer.param_groups):
+                return None
+            pairs.append((optimizer.param_groups[index], key, value))
+        return pairs + [(vars(self._scaler), key, value) for key, value in self._scaling.items()]
+
+    def _show(self, shown: Mapping[int, torch.Tensor]) -> None:
+        """Expect other tensors in this memory from now on, by the identity of the former ones."""
         self._states = [
             (o, p, {k: shown.get(id(v), v) for k, v in kept.items()}) for o, p, kept in self._states
         ]
         self._groups = [(o, i, k, shown.get(id(v), v)) for o, i, k, v in self._groups]
-        self._scale = {k: shown.get(id(v), v) for k, v in self._scale.items()}
+        self._scaling = {k: shown.get(id(v), v) for k, v in self._scaling.items()}
         self._memory = {id(new): (new, self._memory[old][1]) for old, new in shown.items()}
         for optimizer, parameter, kept in self._states:
             state = optimizer.state[parameter]
             state.clear()  # To restore the order of its entries.
             state.update(kept)
         self._list_expected()
-        return True
 
     def _move(self, moves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Copy the values of tensors to this memory; the tensors that replace them."""

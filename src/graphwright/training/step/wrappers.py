@@ -134,21 +134,21 @@ def _reads(function: Callable[..., Any], names: frozenset[str], depth: int) -> b
         return True
     named = [value for _, value in values_behind(function)]
     owners = {type(value) for value in (getattr(function, "__self__", None), *named)}
-    methods = [
-        method
-        for base in {base for owner in owners for base in owner.__mro__}
-        if base.__module__.partition(".")[0] not in _OTHERS
-        for method in vars(base).values()
-        if isinstance(method, types.FunctionType)
-    ]
-    if any(_loads(each, names) for each in (code, *(method.__code__ for method in methods))):
+    methods = [method.__code__ for method in _methods_of(owners)]
+    if any(_loads(each, names) for each in (code, *methods)):
         return True
     own = [v for v in named if isinstance(v, types.FunctionType) and v is not function]
-    return any(
-        _reads(each, names, depth + 1)
-        for each in own
-        if each.__module__.partition(".")[0] not in _OTHERS
-    )
+    return any(_reads(each, names, depth + 1) for each in own if _is_looked_into(each))
+
+
+def _methods_of(classes: Iterable[type]) -> list[types.FunctionType]:
+    bases = {base for each in classes for base in each.__mro__ if _is_looked_into(base)}
+    return [m for base in bases for m in vars(base).values() if isinstance(m, types.FunctionType)]
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Whether a function or class is of a package whose code may read them in a step."""
+    return value.__module__.partition(".")[0] not in _OTHERS
 
 
 def _loads(code: types.CodeType, names: frozenset[str]) -> bool:

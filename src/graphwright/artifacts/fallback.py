@@ -1,0 +1,143 @@
+"""Calls that nothing tuned answers: they go to the module itself, or are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from ..calls.binding import sees_order
+from ..calls.split import Args, Kwargs
+from ..errors import SignatureError, warn_of_fallback
+from ..graphs.turns import turns_of
+
+# Reasons why a call falls back to the module, as `TunedModule.calls` counts them.
+GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
+TRANSFORMED = "it is traced or transformed"
+CAPTURED = "it is captured"
+CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
+# Of these the caller knows, whatever was tuned.
+_INTENDED = (GRADIENTS, TRANSFORMED, CAPTURED)
+# What is done with a call that was not tuned.
+OnMiss = Literal["eager", "error"]
+
+
+class Absent(nn.Module):
+    """Stands in for a model that `load` was not given: every call raises SignatureError.
+
+    Args:
+        argument_names: the names of the model's parameters, as far as they are known.
+        sees_order: whether the model may see the order of keyword arguments.
+    """
+
+    def __init__(self, argument_names: Sequence[str] = (), *, sees_order: bool = True) -> None:
+        super().__init__()
+        self.argument_names = tuple(argument_names)
+        self.sees_order = sees_order
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise SignatureError."""
+        raise self.refusal("it goes to the model", None)
+
+    def refusal(self, kind: str, why: str | None) -> SignatureError:
+        """The error of a call that needs the model.
+
+        Args:
+            kind: one of the reasons above.
+            why: the reason in words, where it is known.
+        """
+        what = f"This call is not like the one that was saved: {(why or kind).rstrip('.')}."
+        remedy = "Pass the model to load(), which answers other calls."
+        if kind == NOTHING_TUNED:
+            what = "This is a copy of what was loaded without the model, and copies are not tuned."
+            remedy = "Call the original, or load the file again."
+        elif self.training:
+            what = "What was loaded without the model is in training mode, and cannot be trained."
+            remedy = "Call eval() first, or pass the model to load()."
+        elif self._forward_hooks or self._forward_pre_hooks:
+            what = "What was loaded without the model has a forward hook, which it cannot run."
+            remedy = "Remove the hook, or pass the model to load()."
+        elif kind == CHANGED:
+            what = f"What was loaded without the model was changed since: {why}."
+            remedy = "Take the change back, or load the file again."
+        elif kind == GRADIENTS:
+            what = "Gradients are wanted, which the model alone gives: an input requires grad."
+            remedy = "Call it without them (x.detach()), or pass the model to load()."
+        return SignatureError(what, remedy=remedy)
+
+
+class Fallback:
+    """What is done with calls that nothing tuned answers.
+
+    Attributes:
+        calls: how many calls went which way, those that were answered too.
+        last_difference: how the last call that did not match differed, in words.
+        on_miss: what is done with a call that was not tuned.
+
+    Args:
+        module: what was tuned.
+        on_miss: as the attribute.
+        quiet: whether eager was chosen, so that nothing is lost.
+    """
+
+    def __init__(self, module: nn.Module, on_miss: OnMiss, *, quiet: bool) -> None:
+        self.calls: Counter[str] = Counter()
+        self.last_difference: str | None = None
+        self.on_miss = on_miss
+        self._module = module
+        self._quiet = quiet
+        self._turns = turns_of(module, getattr(module, "_function", None))
+        self._told: set[str] = set()
+
+    def answer(
+        self,
+        kind: str,
+        call: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        why: str | None = None,
+    ) -> Any:
+        """Call the module itself, if there is one, and count the call by its reason.
+
+        Args:
+            kind: one of the reasons above.
+            call: runs the module.
+            args: of the call.
+            kwargs: likewise.
+            why: how the call differs, in words, unless that is known.
+        """
+        if why is not None:
+            self.last_difference = why
+        if isinstance(self._module, Absent):
+            self.calls[f"refused: {kind}"] += 1
+            raise self._module.refusal(kind, self.last_difference)
+        if not self._quiet:
+            self._fell_back(kind)
+        self.calls[f"eager: {kind}"] += 1
+        with self._turns.calling():
+            return call(*args, **kwargs)
+
+    def _fell_back(self, kind: str) -> None:
+        """Warn of a call that goes to the module itself, once for each kind; or refuse it.
+
+        Raises:
+            SignatureError: with on_miss="error", the call is not one that was tuned.
+        """
+        what = f"What tune() made of {type(self._module).__name__}"
+        why = kind if self.last_difference in (None, kind) else f"{kind} ({self.last_difference})"
+        if self.on_miss == "error" and kind not in _INTENDED:
+            raise SignatureError(
+                f"{what} does not answer this call: {why.rstrip('.')}.",
+                remedy="Tune for it too (samples=, buckets=), or allow on_miss='eager'.",
+            )
+        if kind not in self._told:
+            self._told.add(kind)
+            warn_of_fallback(what, why, "`calls` and explain() count them.")
+
+
+def model_sees_order(module: nn.Module) -> bool:
+    """Whether a model, or the one that is absent, may see the order of keyword arguments."""
+    return module.sees_order if isinstance(module, Absent) else sees_order(module)

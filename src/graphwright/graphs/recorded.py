@@ -1,0 +1,141 @@
+"""Recorded, what a recording has given: a graph or segments, and the static tensors around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .call_spec import CallSpec
+from .call_work import CallWork
+from .host_draws import DrawingRecording
+from .recorder import Allocate, Recorder, Recording
+from .segments.tree import SegmentTree
+from .static_tensors import CopyPlan, StaticInputs, StaticOutputs, byte_view, copy
+from .warmup import Warmed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recorded:
+    """A call that was recorded.
+
+    Attributes:
+        recording: what a replay repeats; of a call in segments, the first one.
+        inputs: the static inputs.
+        results: what the call returned; None in segments, where that depends on the path.
+        tree: the segments; None where there is one graph.
+        copies: how arguments are copied in and back.
+        sources: positions of the arguments that are copied in as bytes.
+        bases: what is copied out for the caller; nothing if the results are the graph's own.
+        is_simple: whether nothing is copied but sources and bases.
+        sends: whether arguments are on the host and the call runs on another device.
+        meets_objects: whether calls have to be told of the objects among their arguments.
+    """
+
+    recording: Recording
+    inputs: StaticInputs
+    results: StaticOutputs | None
+    tree: SegmentTree | None
+    copies: CopyPlan
+    sources: Sequence[int]
+    bases: Sequence[torch.Tensor]
+    is_simple: bool
+    sends: bool
+    meets_objects: bool
+
+    def run_with_copies(self, leaves: Sequence[Any], targets: list[torch.Tensor]) -> None:
+        """Replay with copies that are no simple ones."""
+        inputs, copies = self.inputs, self.copies
+        with torch.no_grad():
+            for slot in copies.by_element:
+                copy(leaves[slot], inputs.tensor(slot))
+            self.recording.run(
+                [leaves[slot] for slot in copies.sources],
+                [*targets, *(leaves[slot] for slot in copies.back)],
+            )
+            # Autograd has not seen these writes: what it saved for a backward is stale.
+            torch.autograd.graph.increment_version([leaves[slot] for slot in copies.back])
+            for slot in copies.back_by_element:
+                copy(inputs.tensor(slot), leaves[slot])
+
+
+def record_call(
+    spec: CallSpec,
+    sample: Sequence[Any],
+    warmed: Warmed,
+    work: CallWork,
+    recorder: Recorder,
+    allocate: Allocate,
+    results_of: Callable[[Any], Any],
+) -> Recorded:
+    """Record a warm call: as a graph, or in the segments that warm-up has divided it into.
+
+    Args:
+        spec: the call.
+        sample: the leaves of its arguments.
+        warmed: what warm-up has found out about it.
+        work: runs it.
+        recorder: what records it.
+        allocate: gives memory for its static inputs.
+        results_of: gives what the caller is to get, of what the work returned.
+    """
+    inputs = StaticInputs(sample, allocate)
+    copies = CopyPlan.of(inputs, warmed.mutated, fresh=spec.fresh)
+    tree = warmed.tree
+    results: StaticOutputs | None
+    if tree is None:
+        # No closures: an error's traceback would keep what they refer to alive.
+        drains = _Drains(inputs, copies, warmed, results_of)
+        recording = recorder.record(
+            functools.partial(work, inputs),
+            [byte_view(inputs.tensor(slot)) for slot in copies.sources],
+            drains,
+            warmed.generators,
+            spec.streams,
+        )
+        results = drains.results
+    else:
+        root = tree.record(work, inputs, copies, warmed.mutated, recorder)
+        assert root.recording is not None
+        recording = root.recording
+        # A single segment without a break is a plain graph.
+        plain = root.break_ is None and not (root.sources or tree.frozen)
+        results = root.results if plain else None
+    if warmed.draws and results is not None:
+        recording = DrawingRecording(recording, warmed.draws)
+    return Recorded(
+        recording=recording,
+        inputs=inputs,
+        results=results,
+        tree=tree if results is None else None,
+        copies=copies,
+        sources=copies.sources,
+        bases=() if results is None or not spec.fresh else results.bases,
+        is_simple=not (copies.by_element or warmed.mutated),
+        sends=bool(inputs.hosts),
+        meets_objects=spec.signature.has_objects or (spec.holds_objects and results is None),
+    )
+
+
+class _Drains:
+    """Makes the static outputs of what was recorded, and names the memory to be copied out."""
+
+    def __init__(
+        self,
+        inputs: StaticInputs,
+        copies: CopyPlan,
+        warmed: Warmed,
+        results_of: Callable[[Any], Any],
+    ) -> None:
+        self.results: StaticOutputs | None = None
+        self._given = inputs, copies, warmed, results_of
+
+    def __call__(self, tree: Any) -> list[torch.Tensor]:
+        inputs, copies, warmed, results_of = self._given
+        external = {storage._cdata for storage in warmed.external}
+        self.results = results = StaticOutputs(results_of(tree), inputs, external)
+        back = [inputs.tensor(slot) for slot in copies.back]
+        return [byte_view(t) for t in (*results.bases, *back)] if copies.fresh else []

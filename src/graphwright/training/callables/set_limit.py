@@ -1,0 +1,82 @@
+"""How many sets of activations a call may have, and why it gets no other one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...calls.plurals import counted
+from ...errors import GraphwrightError, MemoryBudgetExceeded
+
+
+class Refusal(NamedTuple):
+    """Why a forward that finds all sets of activations waiting gets no other one.
+
+    Attributes:
+        reason: as it is counted.
+        advice: what happened and what to do, in sentences.
+    """
+
+    reason: str
+    advice: str
+
+
+_IN_BACKWARD = Refusal(
+    "in a backward, where no activation set is added",
+    "it is called in a backward while all activation sets wait for their backwards, and none is "
+    "added there. Have as many forwards wait outside of a backward once.",
+)
+
+
+class SetLimit:
+    """What decides whether a forward that finds all sets waiting gets another one.
+
+    Args:
+        most: how many sets there may be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        # How often all sets were found waiting since a cycle of garbage was last the cause.
+        self._found_waiting = 0
+        # Why the last try to add a set failed, and the pool's version then if room might help.
+        self._refused: tuple[Refusal, int | None] | None = None
+
+    def why_not(self, count: int, version: int) -> Refusal | None:
+        """Why no set may be added now; None if one may.
+
+        Args:
+            count: how many sets there are.
+            version: of the pool: another one whenever there may be more room.
+        """
+        if count >= self._most:
+            return Refusal(
+                "all activation sets wait for their backwards",
+                f"{counted(count, 'other call')} will still run backward. Give "
+                f"make_graphed_callables() activation_sets={count + 1} or more, call backward() "
+                "before, or let go of the outputs that need none.",
+            )
+        if torch._C._current_graph_task_id() != -1:
+            return _IN_BACKWARD
+        if self._refused is not None and self._refused[1] in (None, version):
+            return self._refused[0]
+        return None
+
+    def refuse(self, error: GraphwrightError, version: int) -> Refusal:
+        """Add no set from now on, since that has failed; try again if there may be more room."""
+        room = isinstance(error, MemoryBudgetExceeded)
+        what = "does not fit under the pool's limit" if room else "could not be captured"
+        reason = f"another activation set {what}"
+        refusal = Refusal(reason, f"all of them wait for their backwards, and {reason}. {error}")
+        self._refused = refusal, version if room else None
+        return refusal
+
+    def is_worth_a_look(self) -> bool:
+        """Whether to look for sets that only garbage holds: ever more rarely if none is found."""
+        self._found_waiting += 1
+        return self._found_waiting & (self._found_waiting - 1) == 0
+
+    def found_garbage(self) -> None:
+        """Note that a set was waiting only since garbage held it."""
+        self._found_waiting = 0
