@@ -19,9 +19,9 @@ BOUNDS = {
     "graph()": (6, 0, 13),
     "graph(buckets=), a bucket's size": (6, 0, 13),
     "graph(buckets=), padded": (12, 1, 36),
-    "fuse()": (None, 0, 32),
-    "tune(), fused+graph": (7, 0, 215),
-    "make_graphed_callables()": (11, 2, 47),
+    "fuse()": (None, 0, 31),
+    "tune(), fused+graph": (7, 0, 14),
+    "make_graphed_callables()": (11, 2, 40),
 }
 # Run in a process of its own: what others have captured or switched on here would be seen.
 COUNTED = """

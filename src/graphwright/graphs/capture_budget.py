@@ -190,12 +190,13 @@ class Looks:
 
     Attributes:
         until_s: when the next look is due.
+        in_vain: how many of the last ones, in a row, found no graph for another kind of call.
     """
 
     def __init__(self, free: int = FREE_LOOKS) -> None:
         """`free`: looks in vain, in a row, after which calls are eager without a look."""
         self._free = free
-        self._in_vain = 0
+        self.in_vain = 0
         self.until_s = -math.inf
 
     @property
@@ -206,7 +207,7 @@ class Looks:
     @property
     def mostly_in_vain(self) -> bool:
         """Whether no look has found a graph for long."""
-        return self._in_vain > self._free
+        return self.in_vain > self._free
 
     def failed(self, seconds: float, *, is_new: bool = True) -> None:
         """Count a look that took so long and found no graph.
@@ -215,10 +216,10 @@ class Looks:
             seconds: that it took.
             is_new: whether the call is of another kind than those before.
         """
-        self._in_vain += is_new
+        self.in_vain += is_new
         if self.mostly_in_vain:
             self.until_s = now() + seconds / SHARE_OF_LOOKS
 
     def found(self) -> None:
         """Begin anew: there was a graph."""
-        self._in_vain, self.until_s = 0, -math.inf
+        self.in_vain, self.until_s = 0, -math.inf

@@ -29,19 +29,18 @@ def _probe(device: torch.device) -> Availability:
 
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    # What was built of the model holds constants of its own; its owner watches the model.
     graph = CapturedCall(
         built.call,
         args,
         kwargs,
         breaks="auto" if built.plain else "never",
-        trusted=not built.plain,
+        trusted=_is_trusted(built),
     )
     return _wrapped(built, graph)
 
 
 def _wrap_on_streams(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS, trusted=not built.plain)
+    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS, trusted=_is_trusted(built))
     made = _wrapped(built, graph)
     branches = graph.branches
     if branches < 2:
@@ -51,6 +50,14 @@ def _wrap_on_streams(built: Built, args: Args, kwargs: Kwargs) -> Built:
             remedy="Use graph.",
         )
     return replace(made, notes=[*made.notes, f"captured on {branches} streams"])
+
+
+def _is_trusted(built: Built) -> bool:
+    """Whether all that it reads is looked at already.
+
+    What was built of the model holds constants of its own, and its owner watches the model.
+    """
+    return built.self_contained or not built.plain
 
 
 def _wrapped(built: Built, graph: CapturedCall) -> Built:

@@ -176,10 +176,12 @@ class CapturedPair(Graph):
         grad = torch.is_grad_enabled()
         if self.state is not GraphState.READY or (grad and not self.grad):
             return False
+        watch = self._watch
+        assert watch is not None
         return (
             self.signature.fits(args, kwargs)
             and [p.requires_grad for p in self._parameters] == self._trained
-            and self.changed() is None
+            and watch.changed() is None
         )
 
     def changed(self) -> str | None:
@@ -377,26 +379,24 @@ class CapturedPair(Graph):
     def call(self, lease: Lease, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call that fits, in a set of activations that was reserved for it."""
         try:
-            return self._call(lease, args, kwargs)
+            leaves = self.signature.taken_apart(args, kwargs).leaves
+            if self._warmed is not None and self._warmed.mutates:
+                self._check_overlap(leaves)
+            passes = self._passes
+            answer: list[tuple[Outputs, list[Any]]] = []
+            run = functools.partial(self._run, lease, leaves, answer)
+            if torch.is_grad_enabled() and passes.differentiable:
+                given = [leaves[slot] for slot in passes.wanted]
+                # `Replay` must not hold its own outputs: the node would keep itself alive.
+                outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
+            else:
+                outputs = None
+                with torch.no_grad():
+                    run()
+            plan, made = answer[0]
+            return plan.finish(made, outputs)
         finally:
             lease.running = False
-
-    def _call(self, lease: Lease, args: Args, kwargs: Kwargs) -> Any:
-        leaves = self.signature.taken_apart(args, kwargs).leaves
-        self._check_overlap(leaves)
-        passes = self._passes
-        answer: list[tuple[Outputs, list[Any]]] = []
-        run = functools.partial(self._run, lease, leaves, answer)
-        if torch.is_grad_enabled() and passes.differentiable:
-            given = [leaves[slot] for slot in passes.wanted]
-            # `Replay` must not hold its own outputs: the node would keep itself alive.
-            outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
-        else:
-            outputs = None
-            with torch.no_grad():
-                run()
-        plan, made = answer[0]
-        return plan.finish(made, outputs)
 
     def _run(
         self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]
@@ -413,8 +413,7 @@ class CapturedPair(Graph):
             return [made[p] for p in plan.differentiable], lease, chosen.saved
 
     def _check_overlap(self, leaves: Sequence[Any]) -> None:
-        if self._warmed is None or not self._warmed.mutates:
-            return
+        """Refuse arguments in memory that a call which writes uses by itself."""
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) or not leaf.numel():
                 continue

@@ -18,7 +18,16 @@ from ...calls.modes import opaque
 from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
 from ...calls.watch import ModuleWatch
-from ...dispatch.graphed_callable import NOT_YET, UNPAID, OnMiss
+from ...dispatch.decision import (
+    CAPTURED,
+    NOT_YET,
+    TRANSFORMED,
+    UNCAPTURED,
+    UNDER_HOOKS,
+    UNFITTING,
+    UNPAID,
+)
+from ...dispatch.graphed_callable import OnMiss
 from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
 from ...graphs.capture_budget import Looks, now
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
@@ -145,10 +154,10 @@ class GraphedForward(FunctionStandIn):
         if why is not None:
             self.statistics.eager[why] += 1
             return self._call_original(args, kwargs)
-        if self._looks.rests:
+        began = now()
+        if began < self._looks.until_s:
             self.statistics.eager[self._rests_for] += 1
             return self._call_original(args, kwargs)
-        began = now()
         with self.pool._lock:
             pair = self._find(args, kwargs)
             lease = None if pair is None else pair.reserve()
@@ -156,7 +165,7 @@ class GraphedForward(FunctionStandIn):
             if self._on_miss != "capture":
                 return self._answer_miss(args, kwargs)
             if self._was_refused(args, kwargs):
-                self.statistics.eager["it could not be captured"] += 1
+                self.statistics.eager[UNCAPTURED] += 1
                 return self._call_original(args, kwargs)
             try:
                 pair = self._capture_in_budget(args, kwargs, began)
@@ -165,7 +174,8 @@ class GraphedForward(FunctionStandIn):
             if pair is None:
                 return self._call_original(args, kwargs)
             lease = pair.reserve()
-        self._looks.found()
+        if self._looks.in_vain:
+            self._looks.found()
         if lease is None:
             found = self._another_set(pair, args, kwargs)
             if isinstance(found, Refusal):
@@ -350,19 +360,18 @@ class GraphedForward(FunctionStandIn):
         """Why the original must run, whatever the call is; None if a graph may."""
         if self._module is not None and self._module.training is not self._mode:
             return f"the module is in {'training' if self._module.training else 'eval'} mode"
-        if capturing_now() or (self._on_cuda() and torch.cuda.is_current_stream_capturing()):
-            return "inside another capture"
+        device = self.pool.device
+        on_cuda = device is not None and device.type == "cuda"
+        if capturing_now() or (on_cuda and torch.cuda.is_current_stream_capturing()):
+            return CAPTURED
         if id(self.pool) in BUSY:
             # This may be autograd's thread, in a backward that the capture waits for.
             return "another thread captures in the same pool"
         if torch.compiler.is_compiling() or inside_transform():
-            return "inside of torch.compile, a transform or a dispatch mode"
+            return TRANSFORMED
         if under_hooks_for_saved_tensors():
-            return "under hooks for saved tensors"
+            return UNDER_HOOKS
         return None
-
-    def _on_cuda(self) -> bool:
-        return self.pool.device is not None and self.pool.device.type == "cuda"
 
     def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
         # Before the lock: it waits for eager calls of other threads, which may need the lock.
@@ -395,7 +404,7 @@ class GraphedForward(FunctionStandIn):
                 f"The call is of another kind than was captured: {self._difference(args, kwargs)}.",
                 remedy="Use on_miss='capture' or on_miss='eager'.",
             )
-        self.statistics.eager["a call of another kind"] += 1
+        self.statistics.eager[UNFITTING] += 1
         return self._call_original(args, kwargs)
 
     def _call_original(self, args: Any, kwargs: Any) -> Any:
@@ -415,7 +424,7 @@ class GraphedForward(FunctionStandIn):
     def _give_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
         """Run a call that cannot be captured; if that works, warn once that it has no graph."""
         result = self._call_original(args, kwargs)
-        self.statistics.eager["it could not be captured"] += 1
+        self.statistics.eager[UNCAPTURED] += 1
         try:
             any_order = not sees_order(self.original)
             signature = CallSignature.of(args, kwargs, any_order=any_order)
