@@ -472,7 +472,7 @@ class ModuleWatch:
 
     def _comparison(self) -> Callable[[], bool]:
         """The fast check."""
-        joined, looks_further = self._joined, self._training or self._audit is not None
+        joined, training, audit = self._joined, self._training, self._audit
 
         def unchanged() -> bool:
             check = self._compiled
@@ -486,7 +486,10 @@ class ModuleWatch:
                     WANTED.pop()()
                 if COMPILED and self._quiet >= self._patience:
                     self._compile()
-            if looks_further and not self.unaudited():
+            # What neither check looks at.
+            if training and not self._compared.tensors.trained_as_before():
+                return False
+            if audit is not None and not audit.holds(self._compared.tensors.all):
                 return False
             return not joined or all(other.unchanged() for other in joined)
 
@@ -512,13 +515,6 @@ class ModuleWatch:
     def _be_patient(self) -> None:
         """Wait longer before the next check in C++ is made."""
         self._patience = min(2 * self._patience, _MOST_QUIET)
-
-    def unaudited(self) -> bool:
-        """Whether what the check of one call leaves out is as it was: gradients, and an audit."""
-        tensors = self._compared.tensors
-        return tensors.trained_as_before() and (
-            self._audit is None or self._audit.holds(tensors.all)
-        )
 
     def let_go(self) -> None:
         """Watch nothing any more: what it has seen is kept alive by nobody."""
