@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.dependencies import (
-    AttributesSource,
-    ClassPartsSource,
-    Dependencies,
-    DictionarySource,
-    HolderSource,
-    Source,
-)
+from ..calls.dependencies import Dependencies
 from ..calls.host_generators import HostGenerators
 from ..calls.iterators import Iterators
 from ..calls.leaves import without_memory
 from ..calls.objects import same
 from ..calls.places import MISSING, Place, kind_of, tensors_in
+from ..calls.sources import (
+    AttributesSource,
+    ClassPartsSource,
+    DictionarySource,
+    HolderSource,
+    Source,
+)
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 from .host_draws import HostDraws, drawn_from, is_foreign
