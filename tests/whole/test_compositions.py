@@ -28,7 +28,7 @@ from graphwright.calls.signature import CallSignature
 from graphwright.calls.snapshots import ModuleState
 from graphwright.calls.watch import ModuleWatch
 from graphwright.dispatch import fast_path, graphed_callable
-from graphwright.dispatch.graph_cache import GraphCache
+from graphwright.dispatch.graph_cache import GraphCache, StateGraphs
 from graphwright.dispatch.graphed_callable import GraphedCallable
 from graphwright.graphs import call_spec
 from graphwright.training.step.captured_step import CapturedStep
@@ -193,7 +193,11 @@ def the_audit_of_weights_is_left_out(patch: pytest.MonkeyPatch) -> None:
 @planted("graph", "buckets")
 def graphs_of_another_state_answer(patch: pytest.MonkeyPatch) -> None:
     find = GraphCache.state
-    patch.setattr(GraphCache, "state", lambda self: self._states[0] if self._states else find(self))
+
+    def latest(self: GraphCache, *bare: int) -> StateGraphs:
+        return self._states[0] if self._states else find(self, *bare)
+
+    patch.setattr(GraphCache, "state", latest)
 
 
 @planted()
