@@ -53,7 +53,8 @@ def results_of(topic: Topic) -> dict[str, Result]:
 def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
     """A page as Markdown, its plot as SVG, and its row of the index."""
     outcome = topic.outcome(results)
-    commands = " and ".join(f"`scripts/bench {command}`" for command in topic.commands)
+    measured = [name for name in topic.commands if any(stem.startswith(name) for stem in results)]
+    commands = " and ".join(f"`scripts/bench {command}`" for command in measured)
     lines = [
         f"# {topic.title}",
         "",
@@ -93,7 +94,7 @@ def _commits(data: Result) -> str:
     commits = [*dict.fromkeys([*filter(None, found)] or [data["commit"]])]
     if len(commits) == 1:
         return f"commit {commits[0]}"
-    return f"commits {', '.join(commits)} (the file names that of each model)"
+    return f"commits {', '.join(commits)} (the file says which one measured which model)"
 
 
 def measured_on(data: Result) -> str:

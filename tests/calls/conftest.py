@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 
@@ -10,16 +11,8 @@ from graphwright.calls import watch
 from graphwright.ops import compiled_checks
 
 
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def checks(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> str:
-    if request.param == "python":
-        monkeypatch.setattr(watch, "COMPILED", [])
-        monkeypatch.setattr(watch, "COMPILED_ARGUMENTS", [])
-        return "python"
+@pytest.fixture
+def check_in_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Callable[[], bool]]:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
@@ -30,6 +23,16 @@ def checks(
         compiled_checks.provide()
     seen = watch.COMPILED and watch.COMPILED_ARGUMENTS
     assert seen, "they cannot be built, or do not see what they have to"
+    return watch.COMPILED[0]
+
+
+@pytest.fixture(params=["python", "compiled"], autouse=True)
+def checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(watch, "COMPILED", [])
+        monkeypatch.setattr(watch, "COMPILED_ARGUMENTS", [])
+        return "python"
+    request.getfixturevalue("check_in_c")
     # From the first call on.
     monkeypatch.setattr(watch, "_QUIET", 0)
     return "compiled"

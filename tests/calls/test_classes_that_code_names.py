@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.calls.dependencies import same
+from graphwright.calls.differences import same
 
 SCALE: Any = 2.0
 STORED = {"by": 2.0}

@@ -542,6 +542,7 @@ PLACES: dict[str, Callable[[], Place]] = {
     "attribute of text": _attribute_of(str, "a"),
     "attribute of a float": _attribute_of(float, 1.0),
     "attribute of a tuple": _attribute_of(tuple, (1,)),
+    "attribute of a frozenset": _attribute_of(frozenset, (1,)),
     "attribute of a list": _attribute_of(list, [1]),
     "attribute of a set": _attribute_of(set, (1,)),
     "attribute of a dictionary": _attribute_of(dict, {1: 2}),
@@ -627,6 +628,20 @@ def test_a_change_there_is_noticed(name: str) -> None:
     change()
     assert not watch.unchanged()
     assert watch.changed() is not None
+
+
+@pytest.mark.usefixtures("put_back", "check_in_c")
+@pytest.mark.parametrize("name", PLACES)
+def test_the_checks_in_c_and_in_python_see_the_same(name: str) -> None:
+    model, change = PLACES[name]()
+    compared = ModuleWatch(model, values=False)._compared
+    in_c = compared.in_c()
+    assert in_c is not None
+    assert in_c()
+    assert compared.unchanged()
+    change()
+    assert not in_c()
+    assert not compared.unchanged()
 
 
 def test_what_the_code_does_not_name_does_not_count() -> None:

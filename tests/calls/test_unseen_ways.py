@@ -234,11 +234,11 @@ def test_what_is_written_while_a_watch_is_made_is_seen(monkeypatch: pytest.Monke
     model = Model().eval()
     settle = ModuleWatch._settle
 
-    def beside(self: ModuleWatch, versions: list[Any] | None = None) -> None:
+    def beside(self: ModuleWatch, *given: Any) -> None:
         thread = threading.Thread(target=lambda: setattr(model, "by", model.by + 1))
         thread.start()
         thread.join()
-        settle(self, versions)
+        settle(self, *given)
 
     monkeypatch.setattr(ModuleWatch, "_settle", beside)
     made = ModuleWatch(model, values=False)
@@ -277,7 +277,7 @@ def test_an_object_that_no_check_in_c_takes_is_not_tried_again_and_again(
 
     monkeypatch.setattr(watch, "COMPILED", [refuses])
     made = ModuleWatch(Model().eval(), values=False)
-    made._quick.patience = 2
+    made._patience = 2
     for _ in range(1000):
         assert made.unchanged()
     assert 1 <= tried[0] <= 10

@@ -306,14 +306,15 @@ def test_a_write_during_a_look_is_noticed_by_the_next(monkeypatch: pytest.Monkey
     net = Net().eval()
     watch = ModuleWatch(net, values=False)
     net.factor.value = float("1.0")  # Equal, so that the look goes on.
-    compare = ModuleWatch._difference_of_tensors
+    compare = ModuleWatch._difference
 
-    def meanwhile(self: ModuleWatch) -> str | None:
+    def meanwhile(self: ModuleWatch, *given: Any) -> Any:
+        found = compare(self, *given)
         net.active.value = 7.0
-        monkeypatch.setattr(ModuleWatch, "_difference_of_tensors", compare)
-        return compare(self)
+        monkeypatch.setattr(ModuleWatch, "_difference", compare)
+        return found
 
-    monkeypatch.setattr(ModuleWatch, "_difference_of_tensors", meanwhile)
+    monkeypatch.setattr(ModuleWatch, "_difference", meanwhile)
     watch.changed()
     assert watch.changed() is not None
 

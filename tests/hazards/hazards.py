@@ -158,7 +158,7 @@ def any_call_fits(patch: pytest.MonkeyPatch) -> None:
 
 def module_is_not_watched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(watch.ModuleWatch, "changed", lambda self: None)
-    patch.setattr(watch._Quick, "comparison", lambda self, watch: lambda: True)
+    patch.setattr(watch.ModuleWatch, "_comparison", lambda self: lambda: True)
 
 
 def writes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -567,7 +567,7 @@ def an_argument_that_is_a_weight_too_is_no_copy_of_it(device: torch.device) -> N
 
 
 def geometry_is_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(watch.ModuleWatch, "same_tensors", lambda self: True)
+    patch.setattr(watch._Tensors, "same", lambda self: True)
 
 
 @hazard(5, geometry_is_not_watched)

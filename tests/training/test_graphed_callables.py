@@ -1119,7 +1119,7 @@ def test_another_kind_of_call_is_eager_or_an_error(device: torch.device) -> None
     gw.make_graphed_callables(layer, (rand(device, 8, 8),), on_miss="eager")
     both(layer, eager, rand(device, 1, 8))
     same_state(layer, eager)
-    assert statistics(layer).eager == {"a call of another kind": 1}
+    assert statistics(layer).eager == {"no graph fits": 1}
     strict = gw.make_graphed_callables(lambda x: x * 2, (rand(device, 8, 8),), on_miss="error")
     for (x,) in other_calls(device):
         with pytest.raises(gw.SignatureError, match=r"args\[0\] is"):
@@ -1151,7 +1151,7 @@ def test_a_kind_that_cannot_be_captured_is_eager(device: torch.device) -> None:
     with pytest.warns(UserWarning, match="without graphs"):
         same(graphed(x), fn(x))
     both(graphed, fn, x)
-    assert statistics(graphed).eager == {"it could not be captured": 2}
+    assert statistics(graphed).eager == {"it cannot be captured": 2}
 
 
 def test_train_and_eval(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from graphwright.calls import dependencies, holders, switches
+from graphwright.calls import holders, sources, switches
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,26 +107,22 @@ def _kinds(cls: type) -> Iterator[type]:
         yield from _kinds(each)
 
 
-# These ask for the class of a place that was made.
-ONLY_ASKS = {"calls/dependencies.py:Dependencies._match"}
-
-
 def test_whatever_makes_a_watched_place_has_mutations() -> None:
-    kinds = {each.__name__ for each in _kinds(dependencies.Source)}
+    kinds = {each.__name__ for each in _kinds(sources.Source)}
     made = set()
     for place, function in functions(mutate.SOURCE / "calls" / "dependencies.py"):
-        if not place.startswith("calls/dependencies.py:Dependencies."):
+        if not place.startswith("calls/dependencies.py:_Walker."):
             continue
         nodes = [node for node in mutate._below(function) if isinstance(node, ast.Name)]
         names = {node.id for node in nodes if node.id in kinds}
-        if names and place not in ONLY_ASKS:
+        if names:
             assert place in places("steps")
             made |= names
     assert made == kinds
 
 
 def test_each_way_to_hold_something_has_a_mutation() -> None:
-    rows = {each.rule for each in ALL if each.kind == "rows"}
+    rows = {each.rule for each in ALL if each.place == "calls/holders.py:_CHECKS"}
     assert rows == {str(kind) for kind in holders._Kind}
 
 

@@ -26,6 +26,8 @@ def test_graphs_say_how_many_they_are_and_what_they_answered() -> None:
     assert re.fullmatch(r"GraphedModule\(Sequential, 1 graph, .*B, 3 hits\)", repr(graphed))
     graphed(X.clone().requires_grad_())
     assert repr(graphed).endswith(", 3 hits, 1 eager)")
+    graphed.close()
+    assert repr(graphed).endswith(", 3 hits, 1 eager, closed)")
 
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -10,14 +11,13 @@ from torch import nn
 
 from ..calls.binding import sees_order
 from ..calls.split import Args, Kwargs
-from ..errors import SignatureError, warn_of_fallback
+from ..dispatch.decision import CAPTURED, CHANGED, GRADIENTS, TRANSFORMED
+from ..dispatch.fallback import Fallback, Words
+from ..errors import SignatureError
 from ..graphs.turns import turns_of
 
-# Reasons why a call falls back to the module, as `TunedModule.calls` counts them.
-GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
-TRANSFORMED = "it is traced or transformed"
-CAPTURED = "it is captured"
-CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
+# Reasons why a call falls back to the module that hold for what was tuned alone.
+NOTHING_TUNED, OTHER, NO_BUCKET = "nothing tuned", "another signature", "no bucket"
 # Of these the caller knows, whatever was tuned.
 _INTENDED = (GRADIENTS, TRANSFORMED, CAPTURED)
 # What is done with a call that was not tuned.
@@ -69,28 +69,29 @@ class Absent(nn.Module):
         return SignatureError(what, remedy=remedy)
 
 
-class Fallback:
-    """What is done with calls that nothing tuned answers.
+class ModelFallback(Fallback):
+    """What is done with calls that nothing tuned answers: the module itself does, if there is one.
 
     Attributes:
         calls: how many calls went which way, those that were answered too.
-        last_difference: how the last call that did not match differed, in words.
-        on_miss: what is done with a call that was not tuned.
 
     Args:
         module: what was tuned.
-        on_miss: as the attribute.
+        on_miss: what is done with a call that was not tuned.
         quiet: whether eager was chosen, so that nothing is lost.
     """
 
+    on_miss: OnMiss
+
     def __init__(self, module: nn.Module, on_miss: OnMiss, *, quiet: bool) -> None:
+        words = None if quiet else functools.partial(_words, module)
+        super().__init__(words, on_miss, self._count_eager)
         self.calls: Counter[str] = Counter()
-        self.last_difference: str | None = None
-        self.on_miss = on_miss
         self._module = module
-        self._quiet = quiet
         self._turns = turns_of(module, getattr(module, "_function", None))
-        self._told: set[str] = set()
+
+    def _count_eager(self, kind: str) -> None:
+        self.calls[f"eager: {kind}"] += 1
 
     def answer(
         self,
@@ -108,34 +109,33 @@ class Fallback:
             args: of the call.
             kwargs: likewise.
             why: how the call differs, in words, unless that is known.
+
+        Raises:
+            SignatureError: there is no module; or on_miss="error", and the call was not tuned.
         """
         if why is not None:
-            self.last_difference = why
+            self.last = why
         if isinstance(self._module, Absent):
             self.calls[f"refused: {kind}"] += 1
-            raise self._module.refusal(kind, self.last_difference)
-        if not self._quiet:
-            self._fell_back(kind)
-        self.calls[f"eager: {kind}"] += 1
+            raise self._module.refusal(kind, self.last)
+        how = "" if self.last is None or self.last == kind else self.last
+        if kind not in _INTENDED:
+            self.refuse(f"{kind} ({how.rstrip('.')})." if how else f"{kind}.")
+        self.tell(kind, how)
+        self.count(kind)
         with self._turns.calling():
             return call(*args, **kwargs)
 
-    def _fell_back(self, kind: str) -> None:
-        """Warn of a call that goes to the module itself, once for each kind; or refuse it.
 
-        Raises:
-            SignatureError: with on_miss="error", the call is not one that was tuned.
-        """
-        what = f"What tune() made of {type(self._module).__name__}"
-        why = kind if self.last_difference in (None, kind) else f"{kind} ({self.last_difference})"
-        if self.on_miss == "error" and kind not in _INTENDED:
-            raise SignatureError(
-                f"{what} does not answer this call: {why.rstrip('.')}.",
-                remedy="Tune for it too (samples=, buckets=), or allow on_miss='eager'.",
-            )
-        if kind not in self._told:
-            self._told.add(kind)
-            warn_of_fallback(what, why, "`calls` and explain() count them.")
+def _words(module: nn.Module) -> Words:
+    """How it is said that nothing tuned answers a call."""
+    what = f"What tune() made of {type(module).__name__}"
+    return Words(
+        what,
+        "`calls` and explain() count them.",
+        f"{what} does not answer this call",
+        "Tune for it too (samples=, buckets=), or allow on_miss='eager'.",
+    )
 
 
 def model_sees_order(module: nn.Module) -> bool:

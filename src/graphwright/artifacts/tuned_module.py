@@ -21,6 +21,7 @@ from ..calls.signature import CallSignature, Range, RangedSignature, inside_tran
 from ..calls.split import Args, Kwargs, require_grad
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
+from ..dispatch.decision import CAPTURED, CHANGED, GRADIENTS, TRANSFORMED
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..graphs.composition import (
     Parts,
@@ -40,15 +41,11 @@ from ..report.table import duration, ratio
 from ..strategies.base import Built, Candidate
 from .entries import Entries, Entry
 from .fallback import (
-    CAPTURED,
-    CHANGED,
-    GRADIENTS,
     NO_BUCKET,
     NOTHING_TUNED,
     OTHER,
-    TRANSFORMED,
     Absent,
-    Fallback,
+    ModelFallback,
     OnMiss,
     model_sees_order,
 )
@@ -149,7 +146,7 @@ class TunedChoice:
         proves = there and watch is not None and apart is None and same_under_no_grad
         calls = () if apart is None else apart.calls
         self.entries = Entries(module, table, calls, ProvedForms(module) if proves else None)
-        self.fallback = Fallback(module, on_miss, quiet=report.chosen == EAGER)
+        self.fallback = ModelFallback(module, on_miss, quiet=report.chosen == EAGER)
         self.calls = self.fallback.calls
         winner = report.chosen if origin is None else origin.candidate.name
         self.plain = _as_called(module) if winner == EAGER and table and there else None
@@ -165,7 +162,7 @@ class TunedChoice:
         """What answers a call between the buckets, behind the reason if nothing does."""
         change = padded.outdated()
         if change is not None:
-            self.fallback.last_difference = change
+            self.fallback.last = change
             return CHANGED, None
         found = padded.callable_for(args, kwargs)
         if not isinstance(found, str):
@@ -173,7 +170,7 @@ class TunedChoice:
         if found is OTHER_KIND:
             nearest = self.entries.differences
             found = padded.difference(args, kwargs) or nearest(args, kwargs) or found
-        self.fallback.last_difference = found
+        self.fallback.last = found
         return NO_BUCKET, None
 
     def attempt(self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -203,13 +200,13 @@ class TunedChoice:
         entries = self.entries
         if entries.is_new(args, kwargs) and entries.found_for(args, kwargs)[0] is None:
             found = entries.differences(args, kwargs)
-            self.fallback.last_difference = found or self.fallback.last_difference
+            self.fallback.last = found or self.fallback.last
 
     def outdated(self, watch: ModuleWatch) -> bool:
         """Whether the module has changed; the reason is kept for `explain`."""
         change = watch.changed()
         if change is not None:
-            self.fallback.last_difference = change
+            self.fallback.last = change
         self._changed_last_time = change is not None
         return self._changed_last_time
 
@@ -365,7 +362,7 @@ class TunedModule(ModuleProxy):
         elif choice.report.chosen == EAGER:
             choice.look_at(args, kwargs)
         else:
-            choice.fallback.last_difference = choice.entries.differences(mine, named)
+            choice.fallback.last = choice.entries.differences(mine, named)
         result = MISS if tuned is None else choice.attempt(tuned, mine, named)
         if result is MISS:
             return self._without_gradients(kind if tuned is None else CHANGED, args, kwargs)
@@ -386,7 +383,7 @@ class TunedModule(ModuleProxy):
         if kind == NO_BUCKET and isinstance(choice.module, Absent):
             # The difference to the nearest bucket says more than that there is no plan.
             nearest = choice.entries.differences(args, kwargs)
-            choice.fallback.last_difference = nearest or choice.fallback.last_difference
+            choice.fallback.last = nearest or choice.fallback.last
         eager = eager_without_grad(choice.module, choice.same_under_no_grad)
         return choice.fallback.answer(kind, eager, args, kwargs)
 
@@ -449,8 +446,8 @@ class TunedModule(ModuleProxy):
         lines += _when_it_answers(choice)
         for way, count in choice.calls.most_common():
             lines.append(f"{counted(count, 'call')} {way}")
-        if choice.fallback.last_difference is not None:
-            lines.append(f"last call that did not match: {choice.fallback.last_difference}")
+        if choice.fallback.last is not None:
+            lines.append(f"last call that did not match: {choice.fallback.last}")
         return "\n".join(line for line in lines if line)
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.nn.modules import module as nn_module
 
 from .dependencies import BACKWARD_HOOKS, FORWARD_HOOKS, GLOBAL_HOOKS, Called
-from .introspection import StandIn
+from .introspection import StandIn, original_of
 from .split import Args, Kwargs
 
 # How a call passes its arguments: how many by position, and the names of the others in order.
@@ -44,7 +44,7 @@ def sees_order(function: Callable[..., Any]) -> bool:
     """
     while True:
         if isinstance(function, StandIn):
-            function = function._graphwright_stands_for
+            function = original_of(function)
         elif isinstance(function, Called):
             function = function.function_of()
         elif isinstance(function, nn.Module):

@@ -1,7 +1,7 @@
 // Whether what a call depends on is as it was: the fast checks of `ModuleWatch` and of arguments.
 //
-// A Check is made of what `watch._Quick` holds, and Arguments of a call that a graph was captured
-// for. They may say that something changed where nothing did, and never the other way round.
+// A Check is made of what `watch._Compared` holds, and Arguments of a call that a graph was
+// captured for. They may say that something changed where nothing did, and never the other way round.
 // Dictionaries tell that they were written to by their version tags
 // (CPython 3.11) or by watchers (3.12 and later); neither is in the stable interface, so that
 // `compiled_checks.py` tries both out before it uses them. An OrderedDict counts the changes of its

@@ -28,7 +28,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .introspection import StandIn
+from .introspection import StandIn, original_of
 
 # Packages whose objects hold only their own machinery, which is no state of the call.
 MACHINERY = frozenset(
@@ -88,60 +88,85 @@ def closure(
     Returns:
         the names, and whether the code may read attributes that it does not name.
     """
-    bases = {id(base): base for cls in classes for base in cls.__mro__}
-    # PyTorch's own modules are code like any other; what all modules share names everything.
-    own = [
-        base
-        for base in bases.values()
-        if base not in (object, nn.Module)
-        and (base.__module__.partition(".")[0] not in ("torch", "builtins") or _is_read(base))
-    ]
-    found: set[str] = set(entries)
-    waiting: list[Any] = list(functions)
-    read: dict[int, Any] = {}
-    dynamic = False
-    while True:
-        for base in own:
+    reading = _Reading(classes, functions, entries)
+    reading.read_all()
+    return frozenset(reading.names), reading.dynamic
+
+
+class _Reading:
+    """Reads the code of a call, and what that names, until it names nothing new.
+
+    Attributes:
+        names: those that were found.
+        dynamic: whether the code may read attributes that it does not name.
+    """
+
+    def __init__(
+        self, classes: Sequence[type], functions: Sequence[Any], entries: Sequence[str]
+    ) -> None:
+        self.names = set(entries)
+        self.dynamic = False
+        # PyTorch's own modules are code like any other; what all modules share names everything.
+        bases = {id(base): base for cls in classes for base in cls.__mro__}
+        self._classes = list(filter(_is_read, bases.values()))
+        self._waiting = list(functions)
+        self._read: dict[int, Any] = {}
+
+    def read_all(self) -> None:
+        """Read all code that can be reached."""
+        self._read_members()
+        while self._waiting:
+            while self._waiting:
+                self._read_value(self._waiting.pop())
+            self._read_members()
+
+    def _read_members(self) -> None:
+        """Go on with what classes define under the names that were found."""
+        for base in self._classes:
             for key, value in list(vars(base).items()):
-                if (key in found or is_operator(key)) and id(value) not in read:
-                    read[id(value)] = value
-                    waiting.append(function_of(value))
-        if not waiting:
-            return frozenset(found), dynamic
-        while waiting:
-            value = waiting.pop()
-            while isinstance(value, functools.partial):
-                waiting += [*value.args, *value.keywords.values()]
-                value = value.func
-            if _is_user_callable(value):
-                own += [base for base in type(value).__mro__ if base not in (object, *own)]
-            for function in _functions_in(value):
-                code = function.__code__
-                if id(code) in read:
-                    continue
-                read[id(code)] = code
-                named = None if is_library(function) else read_by(function)
-                names = names_of(code) if named is None else named.names
-                found |= names
-                if package_of(function) not in MACHINERY:
-                    dynamic = dynamic or bool(names & _DYNAMIC)
-                for cell in function.__closure__ or ():
-                    with contextlib.suppress(ValueError):  # It is still empty.
-                        waiting.append(cell.cell_contents)
-                if named is not None:
-                    waiting += [function.__globals__.get(n) for n in named.globals]
-                    waiting += [vars(f).get(n) for f in named.files for n in names]
+                if (key in self.names or is_operator(key)) and id(value) not in self._read:
+                    self._read[id(value)] = value
+                    self._waiting.append(function_of(value))
+
+    def _read_value(self, value: Any) -> None:
+        while isinstance(value, functools.partial):
+            self._waiting += [*value.args, *value.keywords.values()]
+            value = value.func
+        if _is_user_callable(value):
+            known = (object, *self._classes)
+            self._classes += [base for base in type(value).__mro__ if base not in known]
+        for function in _functions_in(value):
+            if id(function.__code__) not in self._read:
+                self._read_function(function)
+
+    def _read_function(self, function: types.FunctionType) -> None:
+        code = function.__code__
+        self._read[id(code)] = code
+        named = None if is_library(function) else read_by(function)
+        names = names_of(code) if named is None else named.names
+        self.names |= names
+        if package_of(function) not in MACHINERY:
+            self.dynamic = self.dynamic or bool(names & _DYNAMIC)
+        self._waiting += [value for _, value in cells(function)]
+        if named is not None:
+            self._waiting += [function.__globals__.get(name) for name in named.globals]
+            self._waiting += [vars(file).get(n) for file in named.files for n in names]
 
 
 def _is_read(cls: type) -> bool:
-    """Whether a class of PyTorch's is one of modules, or of what makes their weights."""
-    return issubclass(cls, nn.Module) or cls.__module__.startswith(_READ_OF_PYTORCH)
+    """Whether the code of a class counts: of PyTorch's, that of modules and of their weights."""
+    if cls in (object, nn.Module):
+        return False
+    of_library = cls.__module__.partition(".")[0] in ("torch", "builtins")
+    return not of_library or (
+        issubclass(cls, nn.Module) or cls.__module__.startswith(_READ_OF_PYTORCH)
+    )
 
 
 def _functions_in(value: Any) -> list[types.FunctionType]:
     """The function behind something callable; none if it has no Python code."""
     if isinstance(value, StandIn) and not isinstance(value, nn.Module):
-        value = value._graphwright_stands_for
+        value = original_of(value)
     if isinstance(value, types.MethodType):
         value = value.__func__
     function = function_of(value)
@@ -255,11 +280,11 @@ def _strings(function: types.FunctionType) -> dict[str, str]:
     """Strings that a function's globals and closure hold: the names of something else, maybe."""
     owner = function.__globals__
     held = {n: v for n in global_names(function.__code__) if isinstance(v := owner.get(n), str)}
-    return held | {name: value for name, value in _cells(function) if isinstance(value, str)}
+    return held | {name: value for name, value in cells(function) if isinstance(value, str)}
 
 
-def _cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function closes over, by name."""
+def cells(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function closes over, by name; without what is still empty."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # It is still empty.
             yield name, cell.cell_contents
@@ -284,7 +309,7 @@ def _computed(function: types.FunctionType) -> str | None:
     code, owner = function.__code__, function.__globals__
     if names_of(code).isdisjoint(_OF_FILE | _OF_FILES):  # Then only these have attributes.
         held = [owner.get(name) for name in global_names(code)]
-        held += [value for _, value in _cells(function)]
+        held += [value for _, value in cells(function)]
         if not any(map(is_users_namespace, held)):
             return None
     for node in _nodes(code.co_filename):
@@ -339,7 +364,7 @@ class _Lookups:
         self.found: str | None = None
         self._globals = function.__globals__
         self._strings = _strings(function)
-        self._cells = dict(_cells(function))
+        self._cells = dict(cells(function))
         self._parents = {
             id(child): node for node in ast.walk(root) for child in ast.iter_child_nodes(node)
         }
@@ -428,16 +453,17 @@ class _Lookups:
             return "a file" if is_sys and not self._is_used_by_name(node) else None
         if self._is_namespace(node):
             return None if self._is_used_by_name(node) else "a global"
-        if not isinstance(node, ast.Call):
-            return None
-        name, first = self._name(node.func), node.args[0] if node.args else None
-        if name in ("import_module", "__import__") and not self._is_known(first):
-            return "a file"
-        if name in ("eval", "exec") and self._value(node.func) in (eval, exec):
-            return None if self._is_known(first) else "a global"
-        if name == "getattr" and len(node.args) > 1 and self._is_file(first):
-            return None if self._is_known(node.args[1]) else "a global"
-        getter = node.func
+        return self._look_at_call(node) if isinstance(node, ast.Call) else None
+
+    def _look_at_call(self, node: ast.Call) -> str | None:
+        getter, first = node.func, node.args[0] if node.args else None
+        match self._name(getter):
+            case "import_module" | "__import__":
+                return None if self._is_known(first) else "a file"
+            case "eval" | "exec" if self._value(getter) in (eval, exec):
+                return None if self._is_known(first) else "a global"
+            case "getattr" if len(node.args) > 1 and self._is_file(first):
+                return None if self._is_known(node.args[1]) else "a global"
         if isinstance(getter, ast.Call) and self._name(getter.func) == "attrgetter":
             known = all(map(self._is_known, getter.args))
             return "a global" if self._is_file(first) and not known else None
@@ -449,21 +475,30 @@ class _Lookups:
         if isinstance(parent, ast.Subscript) and parent.value is node:
             return self._is_known(parent.slice)
         if isinstance(parent, ast.Attribute):
-            call = self._parents.get(id(parent))
-            if not isinstance(call, ast.Call) or call.func is not parent:
-                return parent.attr == "keys"
-            return parent.attr == "keys" or (bool(call.args) and self._is_known(call.args[0]))
+            return self._is_method_by_name(parent)
         if isinstance(parent, ast.Call):
             # As in eval("SCALE", globals()), whose names are read where it is evaluated.
             return self._name(parent.func) in ("eval", "exec", "id", "len")
         if isinstance(parent, ast.Assign | ast.NamedExpr) and depth == 0:
-            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-            names = {t.id for t in targets if isinstance(t, ast.Name)}
-            if len(names) < len(targets) or any(len(self._given[n]) > 1 for n in names):
-                return False
-            uses = [n for n in self._uses if n.id in names]
-            return all(self._is_used_by_name(use, 1) for use in uses)
+            return self._is_variable_by_name(parent)
         return isinstance(parent, ast.Compare | ast.Expr)
+
+    def _is_method_by_name(self, method: ast.Attribute) -> bool:
+        """Whether a dictionary's method gives only items whose names are known."""
+        call = self._parents.get(id(method))
+        if method.attr == "keys":
+            return True
+        if not isinstance(call, ast.Call) or call.func is not method:
+            return False
+        return bool(call.args) and self._is_known(call.args[0])
+
+    def _is_variable_by_name(self, node: ast.Assign | ast.NamedExpr) -> bool:
+        """Whether of the variable that a dictionary is given to only such items are used."""
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = {target.id for target in targets if isinstance(target, ast.Name)}
+        if len(names) < len(targets) or any(len(self._given[name]) > 1 for name in names):
+            return False
+        return all(self._is_used_by_name(use, 1) for use in self._uses if use.id in names)
 
     @functools.cached_property
     def _uses(self) -> list[ast.Name]:

@@ -3,24 +3,22 @@
 `Dependencies` walks from a module or function to everything that its call can reach: modules,
 tensors, plain values, and the lists, dictionaries, objects, closures and globals that hold them.
 `watch.ModuleWatch` notices that one of them has changed; `graphs.python_state` and `snapshots` put
-back what a run has changed.
+back what a run has changed. The places themselves are `sources`, by kind.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import ctypes
 import enum
 import functools
 import inspect
 import itertools
 import operator
-import re
 import sys
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,9 +28,22 @@ from torch._library.custom_ops import OPDEFS
 from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 
+from .attributes import (
+    BARE,
+    BUFFERS,
+    IMMUTABLE,
+    attributes_of,
+    has_attributes,
+    has_objects,
+    is_array,
+    is_immutable,
+    members_of,
+    slots_of,
+)
 from .code import (
     MACHINERY,
     Read,
+    cells,
     closure,
     function_of,
     global_names,
@@ -44,34 +55,39 @@ from .code import (
     read_by,
     stored_names,
 )
+from .differences import WITHOUT_STATE, difference
 from .host_generators import draws
-from .introspection import StandIn
+from .introspection import StandIn, original_of, stood_for
 from .iterators import is_opaque_iterator
-from .leaves import SCALARS, describe, without_memory
+from .leaves import SCALARS, without_memory
+from .sources import (
+    HOLDERS,
+    MISSING,
+    AttributesSource,
+    ClassPartsSource,
+    ClosureSource,
+    ContentSource,
+    DictionarySource,
+    FileSource,
+    GlobalsSource,
+    HolderSource,
+    InheritedSource,
+    LengthSource,
+    Name,
+    PartsSource,
+    SequenceSource,
+    SetSource,
+    SlotsSource,
+    Source,
+    ViewSource,
+    without_marks,
+)
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
-_HOLDERS = ("_parameters", "_buffers", "_modules")
 GLOBAL_FORWARD_HOOKS = tuple(f"_global{kind}" for kind in FORWARD_HOOKS)
 GLOBAL_HOOKS = (*GLOBAL_FORWARD_HOOKS, *(f"_global{kind}" for kind in BACKWARD_HOOKS))
-# Attributes that are not watched. Every module has the first ones, and no inference depends on
-# them. PyTorch, transformers and accelerate attach the others when they compile, trace, load or
-# prepare a module.
-_IGNORED = {
-    *vars(nn.Module()),
-    "_is_hf_initialized",
-    "_is_accelerate_prepared",
-    "_compiled_call_impl",
-    "_is_torch_compile",
-    "__jit_unused_properties__",
-    "__overloads__",
-    "_jit_override_qualname",
-    "_graphwright_stands_for",
-} - {"training"}
-# So begin the names of what PyTorch's compiler attaches to tensors and functions: what it may
-# assume of them. Nothing that was built before depends on it.
-_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on", "_torchdynamo_")
-_OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in _HOLDERS)
+_OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in HOLDERS)
 _MAX_DEPTH = 50
 # How many objects and containers are looked into, those near the root first.
 _MAX_SOURCES = 3_000
@@ -79,46 +95,10 @@ _MAX_SOURCES = 3_000
 _MAX_ITEMS = 1_000
 # The content of arrays with more bytes is not watched.
 _MAX_BYTES = 8 * _MAX_ITEMS
-_MISSING: Any = object()
 # Classes of tensors that are watched themselves; of others the tensors inside are watched.
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-# Types without state that a call could depend on, or whose state cannot be seen.
-_WITHOUT_STATE = (
-    *SCALARS,
-    type,
-    types.ModuleType,
-    types.CodeType,
-    types.GetSetDescriptorType,
-    types.WrapperDescriptorType,
-    weakref.ref,
-    range,
-    slice,
-    re.Pattern,
-    type(Ellipsis),
-    type(NotImplemented),
-)
 # What a class holds in place of a function.
 _WRAPPERS = (property, staticmethod, classmethod)
-# Bound methods of C objects are made anew each time that they are read.
-_COMPARABLE = (
-    range,
-    re.Pattern,
-    types.CodeType,
-    types.BuiltinFunctionType,
-    types.MethodWrapperType,
-)
-# Values of just these types have no attributes.
-_BARE = frozenset(SCALARS)
-# What holds bytes, beside NumPy's arrays.
-_OF_CTYPES = ctypes.c_int.__mro__[-2]
-_BUFFERS = (bytearray, array.array, memoryview, _OF_CTYPES)
-# Attributes of modules that count even if no code names them: a library's functions, which are
-# given the module, may read them.
-_ALWAYS = (
-    *SCALARS,
-    *(torch.Tensor, nn.Module, types.FunctionType, types.MethodType),
-    *(tuple, frozenset, range, slice),
-)
 # Attributes of optimizers that are compared elsewhere (options, states, hooks), or in which
 # schedulers of PyTorch's and its profiler leave notes.
 _OF_OPTIMIZERS = frozenset(
@@ -137,18 +117,8 @@ _OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"
 _MAKE_INSTANCES = frozenset(("__init__", "__new__", "__post_init__", "__init_subclass__"))
 # Files of PyTorch's whose functions call others of its functions by their names.
 _CALL_OTHERS = frozenset(("torch.nn.functional", "torch.functional"))
-# CPython's flags of classes whose attributes cannot be set, and of those that are made at run time.
-_IMMUTABLE, _HEAPTYPE = 1 << 8, 1 << 9
-# Classes in C that hold nothing beside attributes, which are watched.
-_WITHOUT_MEMBERS = (object, types.SimpleNamespace)
-# What classes in C hold in members of their own, by name.
-_MEMBERS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    ((staticmethod, classmethod), ("__func__",)),
-    (property, ("fget", "fset", "fdel")),
-    (types.CellType, ("cell_contents",)),
-)
-# Members of exceptions that each raise writes to.
-_OF_A_RAISE = frozenset(("__traceback__", "__context__", "__suppress_context__", "__dict__"))
+# Packages whose classes have attributes that are no user's.
+_OF_CONTAINERS = ("builtins", "collections", "functools", "array", "numpy")
 
 
 class RunsStep:
@@ -159,334 +129,6 @@ class RunsStep:
     @property
     def _graphwright_step(self) -> Callable[..., Any]:
         raise NotImplementedError
-
-
-class Name(NamedTuple):
-    """A readable name of a place: an attribute, variable or item, and what it belongs to."""
-
-    before: str
-    text: str
-    after: str = ""
-
-    def attribute(self, key: str) -> Name:
-        """The name of an attribute of what is in this place."""
-        return self._replace(text=f"{self.text}.{key}")
-
-    def item(self, key: Any) -> Name:
-        """The name of an item of the container in this place."""
-        shown = repr(key) if isinstance(key, SCALARS) else type(key).__name__
-        return self._replace(text=f"{self.text}[{shown:.40}]")
-
-    def __str__(self) -> str:
-        return f"{self.before}{self.text}{self.after}"
-
-
-class Source:
-    """One place that holds values: a container, an object's attributes, a closure.
-
-    Attributes:
-        name: of the place.
-        owner: the container or object itself.
-        held: what it held when it was found, by key.
-    """
-
-    __slots__ = ("held", "name", "owner")
-
-    def __init__(self, name: Name, owner: Any) -> None:
-        self.name = name
-        self.owner = owner
-        self.held: dict[Any, Any] = self.read()
-
-    def read(self) -> dict[Any, Any]:
-        """What it holds now."""
-        raise NotImplementedError
-
-    def put_back(self) -> None:
-        """Restore what it held."""
-
-    def key_name(self, key: Any) -> Name:
-        """The name of one of its values."""
-        return self.name.item(key)
-
-    def looked_into(self, key: Any) -> bool:
-        """Whether what one of its values holds counts here."""
-        return True
-
-
-class DictionarySource(Source):
-    """The content of a dictionary, without hidden keys."""
-
-    __slots__ = ("_hidden",)
-
-    def __init__(self, name: Name, owner: Any, hidden: frozenset[Any] = frozenset()) -> None:
-        self._hidden = hidden
-        super().__init__(name, owner)
-
-    def read(self) -> dict[Any, Any]:
-        if not self._hidden:
-            return dict(self.owner)
-        return {key: value for key, value in dict(self.owner).items() if key not in self._hidden}
-
-    def put_back(self) -> None:
-        owner, held = self.owner, self.held
-        if len(owner) == len(held) and all(
-            a is b and owner[b] is held[b] for a, b in zip(owner, held, strict=True)
-        ):
-            return
-        # By methods of the base class: a user's override may count, refuse or write to disk.
-        if isinstance(owner, OrderedDict):
-            OrderedDict.clear(owner)
-            for key, value in held.items():
-                OrderedDict.__setitem__(owner, key, value)
-        else:
-            dict.clear(owner)
-            dict.update(owner, held)
-
-
-class SequenceSource(Source):
-    """The items of a list, deque or tuple."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        return dict(enumerate(self.owner))
-
-    def put_back(self) -> None:
-        owner, held = self.owner, list(self.held.values())
-        if isinstance(owner, tuple):
-            return
-        if len(owner) == len(held) and all(map(operator.is_, owner, held)):
-            return
-        if isinstance(owner, deque):
-            deque.clear(owner)
-            deque.extend(owner, held)
-        else:
-            list.__setitem__(owner, slice(None), held)
-
-
-class SetSource(Source):
-    """The items of a set."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        return {value: value for value in tuple(self.owner)}
-
-    def put_back(self) -> None:
-        if self.owner != self.held.keys():
-            set.clear(self.owner)
-            set.update(self.owner, self.held)
-
-
-class LengthSource(Source):
-    """A container with so many items that only its length is watched."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        return {"its length": len(self.owner)}
-
-
-class ContentSource(Source):
-    """The bytes of an array, which change in place."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        owner = self.owner
-        if isinstance(owner, bytearray):
-            return {"its content": bytes(owner)}
-        kind: tuple[Any, ...] = ()
-        if isinstance(owner, _OF_CTYPES):
-            owner = memoryview(owner)  # type: ignore[arg-type]  # its classes give a buffer
-        if isinstance(owner, memoryview):
-            kind = (owner.shape, owner.format)
-        elif not isinstance(owner, array.array):
-            kind = (owner.shape, str(owner.dtype))
-        return {"its content": (owner.tobytes(), kind)}
-
-    def put_back(self) -> None:
-        if self.read() == self.held:
-            return
-        owner, held = self.owner, self.held["its content"]
-        if isinstance(owner, bytearray):
-            owner[:] = held
-            return
-        content, _ = held
-        if isinstance(owner, _OF_CTYPES):
-            ctypes.memmove(ctypes.addressof(owner), content, len(content))  # type: ignore[arg-type]
-        elif isinstance(owner, array.array):
-            del owner[:]
-            owner.frombytes(content)
-        elif isinstance(owner, memoryview) and owner.contiguous:
-            owner.cast("B")[:] = content
-        elif isinstance(owner, memoryview):
-            owner[:] = memoryview(content).cast(owner.format)  # type: ignore[call-overload]  # any
-        else:
-            owner[...] = type(owner)(owner.shape, owner.dtype, content)
-
-    def key_name(self, key: Any) -> Name:
-        return Name("the content of ", str(self.name))
-
-
-class AttributesSource(Source):
-    """Attributes of a module or an object, without those that no call depends on.
-
-    Of attributes that the call's code does not name, only modules, tensors and plain values count.
-    The dictionaries in which a module has its parameters, submodules and hooks are sources of their
-    own; here it counts whether others take their place.
-    """
-
-    __slots__ = ("_hidden", "_holders", "_names")
-
-    def __init__(
-        self,
-        name: Name,
-        owner: Any,
-        names: frozenset[str] | None = None,
-        hidden: frozenset[Any] = frozenset(),
-        holders: frozenset[str] = frozenset(),
-    ) -> None:
-        self._names = names
-        self._hidden = hidden
-        self._holders = holders
-        super().__init__(name, owner)
-
-    def read(self) -> dict[Any, Any]:
-        names, now = self._names, {}
-        is_module = isinstance(self.owner, nn.Module)
-        for key, value in _without_marks(self.owner).items():
-            if key in self._holders:
-                now[key] = value
-                continue
-            if (is_module and key in _IGNORED) or key in self._hidden:
-                continue
-            named = names is None or key in names
-            if not named and not (is_module and isinstance(value, _ALWAYS)):
-                continue
-            if key == "forward" and isinstance(value, StandIn):
-                value = value._graphwright_stands_for
-                if getattr(value, "__func__", None) is getattr(type(self.owner), "forward", None):
-                    continue
-            now[key] = value
-        return now
-
-    def put_back(self) -> None:
-        attributes = _attributes_of(self.owner)
-        now = self.read()
-        if attributes is None:
-            return
-        for key in now.keys() - self.held.keys():
-            del attributes[key]
-        for key, value in self.held.items():
-            if key not in now or now[key] is not value:
-                attributes[key] = value
-
-    def key_name(self, key: Any) -> Name:
-        if self.name.text:
-            return self.name.attribute(str(key))
-        return self.name._replace(text=str(key))
-
-    def looked_into(self, key: Any) -> bool:
-        return key not in self._holders
-
-
-class SlotsSource(AttributesSource):
-    """Attributes of an object that are in slots."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        found = {}
-        for key in _slots_of(type(self.owner)):
-            with contextlib.suppress(Exception):  # It is not set.
-                found[key] = object.__getattribute__(self.owner, key)
-        return found
-
-    def put_back(self) -> None:
-        now = self.read()
-        for key in now.keys() - self.held.keys():
-            object.__delattr__(self.owner, key)
-        for key, value in self.held.items():
-            if now.get(key, _MISSING) is not value:
-                object.__setattr__(self.owner, key, value)
-
-
-class ClosureSource(Source):
-    """The variables that a function closes over."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        found = {}
-        cells = zip(self.owner.__code__.co_freevars, self.owner.__closure__ or (), strict=True)
-        for key, cell in cells:
-            try:
-                found[key] = cell.cell_contents
-            except ValueError:  # The cell is still empty.
-                continue
-        return found
-
-    def put_back(self) -> None:
-        now = self.read()
-        cells = zip(self.owner.__code__.co_freevars, self.owner.__closure__ or (), strict=True)
-        for key, cell in cells:
-            if key in self.held and now.get(key, _MISSING) is not self.held[key]:
-                cell.cell_contents = self.held[key]
-            elif key in now and key not in self.held:
-                del cell.cell_contents
-
-    def key_name(self, key: Any) -> Name:
-        return Name("the variable ", str(key))
-
-
-class GlobalsSource(Source):
-    """The globals that code names."""
-
-    __slots__ = ("names", "stored")
-
-    def __init__(self, owner: dict[str, Any], names: Sequence[str], stored: frozenset[str]) -> None:
-        self.names = tuple(names)
-        self.stored = stored  # Only these can be changed by the code itself.
-        super().__init__(Name("", ""), owner)
-
-    def read(self) -> dict[Any, Any]:
-        return {key: self.owner[key] for key in self.names if key in self.owner}
-
-    def put_back(self) -> None:
-        for key in self.stored.intersection(self.names):
-            if key not in self.held:
-                self.owner.pop(key, None)
-            elif self.owner.get(key, _MISSING) is not self.held[key]:
-                self.owner[key] = self.held[key]
-
-    def key_name(self, key: Any) -> Name:
-        return Name("the variable ", str(key))
-
-
-class PartsSource(Source):
-    """Some attributes of a function, class or file; of these only data is put back."""
-
-    __slots__ = ("keys",)
-
-    def __init__(self, name: Name, owner: Any, keys: Sequence[str]) -> None:
-        self.keys = tuple(keys)
-        super().__init__(name, owner)
-
-    def read(self) -> dict[Any, Any]:
-        return {key: getattr(self.owner, key, _MISSING) for key in self.keys}
-
-    def put_back(self) -> None:
-        for key, value in self.read().items():
-            held = self.held[key]
-            if value is held or not (_is_data(value) and _is_data(held)):
-                continue
-            # Whatever a class's own class makes of setting an attribute.
-            setting = type.__setattr__ if isinstance(self.owner, type) else setattr
-            setting(self.owner, key, held)
-
-    def key_name(self, key: Any) -> Name:
-        return self.name.attribute(str(key))
 
 
 class Called(nn.Module):
@@ -543,10 +185,7 @@ class Dependencies:
             hidden: attributes and items to leave out, by the identity of their owners.
             given: classes of the call's arguments; then only these are looked into.
         """
-        self._hidden = {} if hidden is None else hidden
-        while isinstance(root, StandIn):
-            root = root._graphwright_stands_for
-        self.root = root
+        self.root = stood_for(root)
         self.sources: list[Source] = []
         self.visits: dict[Any, int] = {}
         self.tensors: list[tuple[Name, torch.Tensor]] = []
@@ -556,58 +195,28 @@ class Dependencies:
         self.computed: dict[types.CodeType, str] = {}
         self.optimizers: list[Optimizer] = []
         self.outermost: dict[int, tuple[Name, Any]] = {}
-        self.ignores = root.ignores if isinstance(root, Called) else None
-        self._training = training
-        self._whole = whole
-        self._hooks = hooks
+        self.ignores = self.root.ignores if isinstance(self.root, Called) else None
         self._alive: list[Any] = []  # So that no identity is reused.
         self._shared: set[int] = set()  # Identities of what was met more than once.
-        self._modules: deque[tuple[str, nn.Module]] = deque()
-        self._values: deque[tuple[Name, Any, int, bool]] = deque()
-        self._seen_globals: set[tuple[int, str]] = set()
-        # Functions of PyTorch's that code names, by the names of their files.
-        self._of_pytorch: dict[str, set[str]] = {}
-        # Names in the call's code, if they tell which attributes it reads; else None.
-        self._names: frozenset[str] | None = None
-        # Classes of optimizers whose step is among what is called, and the names in their code.
-        self._optimizers: set[int] = set()
-        self._names_of_optimizers: frozenset[str] | None = None
-        # The object that a method belongs to.
-        self._owner: Any = None
-        self._classes: set[int] = set()
-        self._of_modules = 0  # Sources of modules, which do not count towards the limit.
-        self._reachable: frozenset[str] = frozenset(_ENTRIES)
-        if isinstance(root, nn.Module) and not isinstance(root, Called):
-            self._modules.append(("", root))
-        else:
-            called = root.function_of() if isinstance(root, Called) else root
-            self._owner = _owner_of(called)
-            self._values.append((Name("", _called_name(called)), called, 0, False))
-            if isinstance(root, Called):
-                self._modules.extend((k, m) for k, m in root._modules.items() if m is not None)
-        self._read_code()
-        if whole:
-            self._names = self._names_of_optimizers = None
+        walk = _Walker(self, _Rules(training, whole, hooks, {} if hidden is None else hidden))
         if given:
-            self._modules.clear()
-            self._values.clear()
-            for cls in given:
-                self._named_of_class(cls, self._names, is_made=False)
-            self._walk()
+            walk.look_at_classes(given)
         else:
-            self._walk()
-            for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
-                self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
-            self._walk()
-        # In one source for each file: that costs next to nothing at a call.
-        for file, found in sorted(self._of_pytorch.items()):
-            if found:
-                self.sources.append(FileSource(Name("", file), sys.modules[file], sorted(found)))
+            walk.look_around()
 
     @property
     def objects(self) -> list[Any]:
         """Everything that was looked into."""
         return list(self._alive)
+
+    def visit(self, value: Any) -> bool:
+        """Whether something is visited for the first time; notes the visit."""
+        if id(value) in self.visits:
+            self._shared.add(id(value))
+            return False
+        self.visits[id(value)] = len(self.visits)
+        self._alive.append(value)
+        return True
 
     def put_back(self) -> None:
         """Restore what every source held."""
@@ -662,178 +271,294 @@ class Dependencies:
             for a, b in zip(new, source.held.values(), strict=True)
         )
 
-    # The walk: modules first, then what they hold, near things before far ones.
+
+class _Rules(NamedTuple):
+    """Which places a walk looks at; see `Dependencies`."""
+
+    training: bool
+    whole: bool
+    hooks: bool
+    hidden: Mapping[int, frozenset[Any]]
+
+    def hidden_of(self, owner: Any) -> frozenset[Any]:
+        """Attributes or items of an object that are left out."""
+        return self.hidden.get(id(owner), frozenset())
+
+
+class _Named(NamedTuple):
+    """What the code of a call names.
+
+    Attributes:
+        methods: names by which it may reach methods.
+        names: those that tell which attributes it reads; None if they do not.
+        classes: identities of the classes of its modules, whose code it is.
+        optimizers: identities of classes of optimizers whose step is among what is called.
+        of_optimizers: as `names`, with the code of these.
+    """
+
+    methods: frozenset[str]
+    names: frozenset[str] | None
+    classes: frozenset[int]
+    optimizers: frozenset[int]
+    of_optimizers: frozenset[str] | None
+
+
+class _Met(NamedTuple):
+    """A value that a walk has come to.
+
+    Attributes:
+        name: of the place that holds it.
+        value: the value.
+        depth: how many objects and containers are around it.
+        inside: whether a module holds it.
+    """
+
+    name: Name
+    value: Any
+    depth: int = 1
+    inside: bool = True
+
+    def beside(self, value: Any, name: Name | None = None) -> _Met:
+        """Another value in the same place."""
+        return _Met(name or self.name, value, self.depth, self.inside)
+
+    def below(self, name: Name, value: Any) -> _Met:
+        """A value that this one holds."""
+        return _Met(name, value, self.depth + 1, self.inside)
+
+
+class _Walker:
+    """Walks to everything that a call can reach: modules first, near things before far ones.
+
+    Args:
+        found: takes what is found.
+        rules: which places count.
+    """
+
+    def __init__(self, found: Dependencies, rules: _Rules) -> None:
+        self._found = found
+        self._rules = rules
+        self._parts: deque[tuple[str, nn.Module]] = deque()
+        self._values: deque[_Met] = deque()
+        self._seen: set[tuple[int, str]] = set()
+        # Functions of PyTorch's that code names, by the names of their files.
+        self._of_pytorch: dict[str, set[str]] = {}
+        self._of_parts = 0  # Sources of modules, which do not count towards the limit.
+        # The object that a method belongs to.
+        self._owner: Any = None
+        root = found.root
+        if isinstance(root, nn.Module) and not isinstance(root, Called):
+            self._parts.append(("", root))
+        else:
+            called = root.function_of() if isinstance(root, Called) else root
+            self._owner = _owner_of(called)
+            self._values.append(_Met(Name("", _called_name(called)), called, 0, False))
+            if isinstance(root, Called):
+                self._parts.extend((k, m) for k, m in root._modules.items() if m is not None)
+        named = self._read_code()
+        if rules.whole:
+            named = _Named(named.methods, None, named.classes, named.optimizers, None)
+        self._code = named
+
+    def look_around(self) -> None:
+        """Look into the root, into hooks for all modules, and into what they reach."""
+        self._walk()
+        for kind in GLOBAL_HOOKS if self._rules.training else GLOBAL_FORWARD_HOOKS:
+            self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
+        self._walk()
+        self._end()
+
+    def look_at_classes(self, classes: Iterable[type]) -> None:
+        """Look into what the code names of some classes instead."""
+        self._parts.clear()
+        self._values.clear()
+        for cls in classes:
+            self._named_of_class(cls, self._code.names, is_made=False)
+        self._walk()
+        self._end()
+
+    def _end(self) -> None:
+        # In one source for each file: that costs next to nothing at a call.
+        for file, keys in sorted(self._of_pytorch.items()):
+            if keys:
+                source = FileSource(Name("", file), sys.modules[file], sorted(keys))
+                self._found.sources.append(source)
 
     def _walk(self) -> None:
-        while self._modules or self._values:
-            if self._modules:
-                self._module(*self._modules.popleft())
+        while self._parts or self._values:
+            if self._parts:
+                self._module(*self._parts.popleft())
             else:
-                self._value(*self._values.popleft())
+                self._value(self._values.popleft())
 
-    def _read_code(self) -> None:
+    def _read_code(self) -> _Named:
         """Find out which attributes the call's code names."""
         functions: list[Any] = []
         classes: dict[int, type] = {}
         optimizers: dict[int, type] = {}
-        for _, root in self._modules:
-            for module in root.modules():
-                owner = _owner_of(module.function_of()) if isinstance(module, Called) else None
-                if isinstance(owner, Optimizer):
-                    optimizers[id(type(owner))] = type(owner)
-                while isinstance(module, StandIn):
-                    module = module._graphwright_stands_for
-                classes.setdefault(id(type(module)), type(module))
-                kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
-                hooks = [h for k in kinds for h in dict(getattr(module, k, None) or ()).values()]
-                functions += [*hooks, *(v for v in vars(module).values() if callable(v))]
-        functions += [value for _, value, _, _ in self._values]
+        for module in [each for _, part in self._parts for each in part.modules()]:
+            owner = _owner_of(module.function_of()) if isinstance(module, Called) else None
+            if isinstance(owner, Optimizer):
+                optimizers[id(type(owner))] = type(owner)
+            module = stood_for(module)
+            classes.setdefault(id(type(module)), type(module))
+            functions += _functions_on(module)
+        functions += [met.value for met in self._values]
         if self._owner is not None:
             classes.setdefault(id(type(self._owner)), type(self._owner))
-        self._classes = set(classes)
-        names, dynamic = closure(list(classes.values()), functions, entries=_ENTRIES)
-        self._reachable = names
-        self._names = None if dynamic else names
+        methods, dynamic = closure(list(classes.values()), functions, entries=_ENTRIES)
+        names = of_optimizers = None if dynamic else methods
         if optimizers:
-            self._optimizers = set(optimizers)
             both = (*classes.values(), *optimizers.values())
-            names, dynamic = closure(both, functions, entries=(*_ENTRIES, "step", "zero_grad"))
-            self._names_of_optimizers = None if dynamic else names
+            entries = (*_ENTRIES, "step", "zero_grad")
+            known, dynamic = closure(both, functions, entries=entries)
+            of_optimizers = None if dynamic else known
+        return _Named(methods, names, frozenset(classes), frozenset(optimizers), of_optimizers)
+
+    # Modules.
 
     def _module(self, path: str, module: nn.Module) -> None:
-        while isinstance(module, StandIn):
-            module = module._graphwright_stands_for
-        if not self._visited(module):
+        module = stood_for(module)
+        if not self._found.visit(module):
             return
         if isinstance(module, Called):
             function = module.function_of()
-            self._values.append((Name("", _called_name(function)), function, 0, True))
+            self._values.append(_Met(Name("", _called_name(function)), function, 0))
             return
-        self.typed.append(module)
-        before_it = len(self.sources)
+        self._found.typed.append(module)
+        before_it = len(self._found.sources)
         after = f" of {type(module).__name__}{f' ({path})' if path else ''}"
-        kinds: tuple[str, ...] = ()
-        if not self._training or module is not self.root:
-            kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS) if self._training else FORWARD_HOOKS
-        if self._whole:  # In its first run a library may add hooks of any kind.
-            kinds = tuple(k for k in _OF_MODULES if isinstance(vars(module).get(k), dict))
-        for kind in (*_HOLDERS, *kinds):
-            before = "" if kind in _HOLDERS else "hook "
+        kinds = self._kinds_of_hooks(module)
+        for kind in (*HOLDERS, *kinds):
+            before = "" if kind in HOLDERS else "hook "
             self._held(Name(before, "", after), getattr(module, kind))
-        names = self._names if id(type(module)) in self._classes else None
-        holders = frozenset((*_HOLDERS, *kinds))
         source = AttributesSource(
-            Name("attribute ", "", after), module, names, self._hidden_of(module), holders
+            Name("attribute ", "", after),
+            module,
+            self._code.names if id(type(module)) in self._code.classes else None,
+            self._rules.hidden_of(module),
+            frozenset((*HOLDERS, *kinds)),
         )
         self._add(source, 1, inside=True)
         self._class(type(module), "forward")
-        self._of_modules += len(self.sources) - before_it
+        self._of_parts += len(self._found.sources) - before_it
         for key, child in module._modules.items():
             if child is not None:
-                self._modules.append((f"{path}.{key}" if path else str(key), child))
+                self._parts.append((f"{path}.{key}" if path else str(key), child))
+
+    def _kinds_of_hooks(self, module: nn.Module) -> tuple[str, ...]:
+        """The dictionaries of hooks of a module that count."""
+        if self._rules.whole:  # In its first run a library may add hooks of any kind.
+            return tuple(k for k in _OF_MODULES if isinstance(vars(module).get(k), dict))
+        if not self._rules.training:
+            return FORWARD_HOOKS
+        return () if module is self._found.root else (*FORWARD_HOOKS, *BACKWARD_HOOKS)
 
     def _held(self, name: Name, holder: Any) -> None:
         """Look into a module's dictionary of parameters, buffers, submodules or hooks."""
         if not holder:
-            self.empty.append(holder)
+            self._found.empty.append(holder)
             return
         kind = HolderSource if isinstance(holder, dict) else ViewSource
-        source = kind(name, holder, self._hidden_of(holder))
-        self.sources.append(source)
-        if name.before and not self._hooks:
+        source = kind(name, holder, self._rules.hidden_of(holder))
+        self._found.sources.append(source)
+        if name.before and not self._rules.hooks:
             return
         for key, value in source.held.items():
             if value is not None and not isinstance(value, nn.Module):
-                self._values.append((source.key_name(key), value, 1, True))
-
-    def _hidden_of(self, owner: Any) -> frozenset[Any]:
-        return self._hidden.get(id(owner), frozenset())
-
-    def _visited(self, value: Any) -> bool:
-        """Whether something is visited for the first time; notes the visit."""
-        if id(value) in self.visits:
-            self._shared.add(id(value))
-            return False
-        self.visits[id(value)] = len(self.visits)
-        self._alive.append(value)
-        return True
+                self._values.append(_Met(source.key_name(key), value))
 
     def _add(self, source: Source, depth: int, *, inside: bool) -> None:
         """Add a source, and look into what it holds."""
-        self.sources.append(source)
+        self._found.sources.append(source)
         for key, value in source.held.items():
-            if type(value) not in _BARE and source.looked_into(key):
-                self._values.append((source.key_name(key), value, depth + 1, inside))
+            if type(value) not in BARE and source.looked_into(key):
+                self._values.append(_Met(source.key_name(key), value, depth + 1, inside))
 
-    def _value(self, name: Name, value: Any, depth: int, inside: bool) -> None:
+    # Values, by kind.
+
+    def _value(self, met: _Met) -> None:
         """Look into a value, whatever it is."""
-        while isinstance(value, StandIn) and not isinstance(value, nn.Module):
-            value = value._graphwright_stands_for
-        if self._training and isinstance(value, RunsStep):
-            value = value._graphwright_step
-        if isinstance(value, nn.Module | torch.Tensor) and not inside:
-            self.outermost.setdefault(id(value), (name, value))
+        value = self._behind(met.value)
+        if isinstance(value, nn.Module | torch.Tensor) and not met.inside:
+            self._found.outermost.setdefault(id(value), (met.name, value))
         if isinstance(value, nn.Module):
-            self._modules.append((f"{name.text}{name.after}", value))
+            self._parts.append((f"{met.name.text}{met.name.after}", value))
             return
-        if isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
-            value = vars(value)["data"]
         if isinstance(value, types.ModuleType):
-            self._namespace(name.text, value, self._names)
+            self._namespace(met.name.text, value, self._code.names)
         elif isinstance(value, type):
-            self._named_of_class(value, frozenset() if self._whole else self._names)
-        with_attributes = isinstance(value, SCALARS) and _has_attributes(value)
-        if isinstance(value, _WITHOUT_STATE) and not with_attributes:
-            return
-        if isinstance(value, enum.Enum) and is_library(type(value)):
-            return
-        if not self._visited(value):
+            names = frozenset() if self._rules.whole else self._code.names
+            self._named_of_class(value, names)
+        if _is_without_state(value) or not self._found.visit(value):
             return
         if isinstance(value, torch.Tensor):
-            self._tensor(name, value, inside)
-        elif depth > _MAX_DEPTH or len(self.sources) - self._of_modules > _MAX_SOURCES:
-            self.unread.append(f"{name} (beyond what is looked at)")
-        elif with_attributes:
-            self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, types.FunctionType):
-            self._function(name, value, depth, inside)
-        elif isinstance(value, types.MethodType):
-            of = name._replace(text=_called_name(value))
-            self._values.append((of, value.__self__, depth, inside))
-            self._values.append((name, value.__func__, depth, inside))
-        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
-            owner = value.__self__  # the container of a bound method, say
-            if owner is not None:
-                self._values.append((name, owner, depth, inside))
-        elif isinstance(value, functools.partial):
-            self._add(PartsSource(name, value, ("func", "args", "keywords")), depth, inside=inside)
-            self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, tuple | frozenset):
-            # Its items cannot be replaced, but what these hold can.
-            for key, each in enumerate(itertools.islice(value, 10 * _MAX_ITEMS)):
-                if type(each) not in _BARE:
-                    self._values.append((name.item(key), each, depth + 1, inside))
-            self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, list | deque | set):
-            if len(value) > _MAX_ITEMS and not self._whole:
-                self.unread.append(f"{name} ({len(value):,} items)")
-                self.sources.append(LengthSource(name, value))
-                del self.visits[id(value)]  # Another container in its place is a change.
-            else:
-                kind = SetSource if isinstance(value, set) else SequenceSource
-                self._add(kind(name, value), depth, inside=inside)
-            self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, dict | types.MappingProxyType):
-            source = DictionarySource(name, value, self._hidden_of(value))
-            self._add(source, depth, inside=inside)
-            if isinstance(value, defaultdict):
-                self._add(PartsSource(name, value, ("default_factory",)), depth, inside=inside)
-            self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, _BUFFERS) or _is_array(value):
-            self._content(name, value)
-            self._container_attributes(name, value, depth, inside)
+            self._tensor(met.beside(value))
+        elif met.depth > _MAX_DEPTH or len(self._found.sources) - self._of_parts > _MAX_SOURCES:
+            self._found.unread.append(f"{met.name} (beyond what is looked at)")
         else:
-            self._object(name, value, depth, inside)
+            look = next(look for kind, look in _LOOKS.items() if isinstance(value, kind))
+            look(self, met.beside(value))
+
+    def _behind(self, value: Any) -> Any:
+        """What is looked into in a value's place."""
+        while isinstance(value, StandIn) and not isinstance(value, nn.Module):
+            value = original_of(value)
+        if self._rules.training and isinstance(value, RunsStep):
+            value = value._graphwright_step
+        if isinstance(value, weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+            value = vars(value)["data"]
+        return value
+
+    def _method(self, met: _Met) -> None:
+        method = met.value
+        self._values.append(met.beside(method.__self__, met.name.renamed(_called_name(method))))
+        self._values.append(met.beside(method.__func__))
+
+    def _method_in_c(self, met: _Met) -> None:
+        owner = met.value.__self__  # the container of a bound method, say
+        if owner is not None:
+            self._values.append(met.beside(owner))
+
+    def _method_caller(self, met: _Met) -> None:
+        self._values.append(met.beside(met.value.__reduce__()))  # It is made of these.
+
+    def _partial(self, met: _Met) -> None:
+        parts = PartsSource(met.name, met.value, ("func", "args", "keywords"))
+        self._add(parts, met.depth, inside=met.inside)
+        self._container_attributes(met)
+
+    def _fixed(self, met: _Met) -> None:
+        """Look into a tuple or frozenset: its items cannot be replaced, but what these hold can."""
+        for key, each in enumerate(itertools.islice(met.value, 10 * _MAX_ITEMS)):
+            if type(each) not in BARE:
+                self._values.append(met.below(met.name.item(key), each))
+        self._container_attributes(met)
+
+    def _items(self, met: _Met) -> None:
+        """Look into a list, deque or set."""
+        name, value = met.name, met.value
+        if len(value) > _MAX_ITEMS and not self._rules.whole:
+            self._found.unread.append(f"{name} ({len(value):,} items)")
+            self._found.sources.append(LengthSource(name, value))
+            del self._found.visits[id(value)]  # Another container in its place is a change.
+        else:
+            kind = SetSource if isinstance(value, set) else SequenceSource
+            self._add(kind(name, value), met.depth, inside=met.inside)
+        self._container_attributes(met)
+
+    def _dictionary(self, met: _Met) -> None:
+        name, value = met.name, met.value
+        source = DictionarySource(name, value, self._rules.hidden_of(value))
+        self._add(source, met.depth, inside=met.inside)
+        if isinstance(value, defaultdict):
+            factory = PartsSource(name, value, ("default_factory",))
+            self._add(factory, met.depth, inside=met.inside)
+        self._container_attributes(met)
+
+    def _buffer(self, met: _Met) -> None:
+        self._content(met.name, met.value)
+        self._container_attributes(met)
 
     def _content(self, name: Name, value: Any) -> None:
         """Look at the bytes of an array."""
@@ -842,154 +567,163 @@ class Dependencies:
             nbytes = (
                 len(value) * value.itemsize if kind is array.array else memoryview(value).nbytes
             )
-            if nbytes <= _MAX_BYTES and not _has_objects(value):
-                self.sources.append(ContentSource(name, value))
+            if nbytes <= _MAX_BYTES and not has_objects(value):
+                self._found.sources.append(ContentSource(name, value))
                 return
         except (TypeError, ValueError, BufferError):  # Its content cannot be read.
             pass
-        if _has_objects(value):  # What draws there has to be put back after a run.
+        if has_objects(value):  # What draws there has to be put back after a run.
             found = [each for each in itertools.islice(value.flat, _MAX_ITEMS) if draws(each)]
-            self._values += [(name, each, 1, False) for each in found]
-        self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
-        del self.visits[id(value)]  # Another array in its place is a change.
+            self._values += [_Met(name, each, 1, False) for each in found]
+        self._found.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
+        del self._found.visits[id(value)]  # Another array in its place is a change.
 
-    def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
+    def _tensor(self, met: _Met) -> None:
+        name, value = met.name, met.value
         wraps = hasattr(type(value), "__tensor_flatten__")
         own = type(value) not in PLAIN and not is_library(type(value))
         if own:
             self._class(type(value), None)
-        if _without_marks(value):
+        if without_marks(value):
             # Of a wrapper and of a user's class, their own methods name them.
-            names = None if wraps or own else self._names
-            source = AttributesSource(name, value, names, self._hidden_of(value))
-            self._add(source, 1, inside=inside)
+            names = None if wraps or own else self._code.names
+            source = AttributesSource(name, value, names, self._rules.hidden_of(value))
+            self._add(source, 1, inside=met.inside)
         if type(value) in PLAIN or (without_memory(value) is None and not wraps):
-            self.tensors.append((name, value))
+            self._found.tensors.append((name, value))
         elif wraps:
-            flatten: Any = getattr(value, "__tensor_flatten__")  # noqa: B009  # unknown to mypy
-            for inner in flatten()[0]:
-                self._values.append((name.attribute(inner), getattr(value, inner), 1, inside))
+            for inner in value.__tensor_flatten__()[0]:
+                part = getattr(value, inner)
+                self._values.append(_Met(name.attribute(inner), part, 1, met.inside))
 
-    def _container_attributes(self, name: Name, value: Any, depth: int, inside: bool) -> None:
+    def _container_attributes(self, met: _Met) -> None:
         """Look into the attributes of a container or plain value whose class is a user's."""
-        kind = type(value)
-        if kind.__module__ in ("builtins", "collections", "functools", "array", "numpy"):
+        value, kind = met.value, type(met.value)
+        if kind.__module__ in _OF_CONTAINERS or not has_attributes(value):
             return
-        if not _has_attributes(value):
-            return
-        self.typed.append(value)
+        self._found.typed.append(value)
         if not is_library(kind):
             self._class(kind, None)
-        if _attributes_of(value) is not None:
-            self._add(AttributesSource(name, value), depth, inside=inside)
-        if _slots_of(kind):
-            self._add(SlotsSource(name, value), depth, inside=inside)
+        if attributes_of(value) is not None:
+            self._add(AttributesSource(met.name, value), met.depth, inside=met.inside)
+        if slots_of(kind):
+            self._add(SlotsSource(met.name, value), met.depth, inside=met.inside)
 
-    def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
-        kind: Any = type(value)
-        if isinstance(value, operator.methodcaller):  # It is made of these.
-            self._values.append((name, value.__reduce__(), depth, inside))
+    def _object(self, met: _Met) -> None:
+        name, value, kind = met.name, met.value, type(met.value)
+        if is_array(value):
+            self._buffer(met)
             return
-        if members := _members_of(value):
-            self._add(PartsSource(name, value, members), depth, inside=inside)
+        if members := members_of(value):
+            self._add(PartsSource(name, value, members), met.depth, inside=met.inside)
         if isinstance(value, Optimizer):
-            self.optimizers.append(value)
-        steps = id(kind) in self._optimizers
-        if is_machinery(value) and not steps:
+            self._found.optimizers.append(value)
+        if is_machinery(value) and id(kind) not in self._code.optimizers:
             return
         if not is_library(kind):
             self._class(kind, None)
         elif callable(value):
             self._class(kind, "__call__")
-        names = self._names if value is self._owner else None
-        if steps:
-            names = self._names_of_optimizers
         seen = bool(members)
-        if _attributes_of(value) is not None:
+        if attributes_of(value) is not None:
             seen = True
-            self.typed.append(value)
-            hidden = self._hidden_of(value)
-            if steps:
-                hidden |= _OF_OPTIMIZERS
-            if isinstance(self.root, Called) and not self._whole:
-                hidden |= self.root.unread_of(value)
-            source = AttributesSource(name, value, names, hidden)
-            self._add(source, depth, inside=inside)
-        if _slots_of(kind):
+            self._found.typed.append(value)
+            self._add(self._attributes_of(name, value), met.depth, inside=met.inside)
+        if slots_of(kind):
             seen = True
-            self._add(SlotsSource(name, value), depth, inside=inside)
-        if not seen and not _is_immutable(value):
-            self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
+            self._add(SlotsSource(name, value), met.depth, inside=met.inside)
+        if not seen and not is_immutable(value):
+            self._found.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
 
-    def _function(self, name: Name, function: types.FunctionType, depth: int, inside: bool) -> None:
+    def _attributes_of(self, name: Name, value: Any) -> AttributesSource:
+        """The attributes of an object that count."""
+        names = self._code.names if value is self._owner else None
+        hidden, root = self._rules.hidden_of(value), self._found.root
+        if id(type(value)) in self._code.optimizers:
+            names = self._code.of_optimizers
+            hidden |= _OF_OPTIMIZERS
+        if isinstance(root, Called) and not self._rules.whole:
+            hidden |= root.unread_of(value)
+        return AttributesSource(name, value, names, hidden)
+
+    # Functions and what they name.
+
+    def _function(self, met: _Met) -> None:
+        function = met.value
         inner = function.__dict__.get("_torchdynamo_orig_callable")
         if inner is not None and inner is not function:
-            self._values.append((name, inner, depth, inside))
+            self._values.append(met.beside(inner))
             return
         if package_of(function) in MACHINERY:
             # A decorator such as torch.no_grad(), which wraps a function of the user.
-            for cell in function.__closure__ or ():
-                with contextlib.suppress(ValueError):
-                    wrapped = cell.cell_contents
-                    if callable(wrapped) and not isinstance(wrapped, type):
-                        self._values.append((name, wrapped, depth, inside))
+            for _, wrapped in cells(function):
+                if callable(wrapped) and not isinstance(wrapped, type):
+                    self._values.append(met.beside(wrapped))
             return
-        parts = PartsSource(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
-        self._add(parts, depth, inside=inside)
+        parts = PartsSource(met.name, function, ("__code__", "__defaults__", "__kwdefaults__"))
+        self._add(parts, met.depth, inside=met.inside)
         read = None if is_library(function) else read_by(function)
         if read is not None and function.__dict__:
-            hidden = self._hidden_of(function)
-            attributes = AttributesSource(name, function, self._names, hidden)
+            hidden = self._rules.hidden_of(function)
+            attributes = AttributesSource(met.name, function, self._code.names, hidden)
             if attributes.held:
-                self._add(attributes, depth, inside=inside)
+                self._add(attributes, met.depth, inside=met.inside)
         if function.__closure__:
-            cells = ClosureSource(name, function)
-            self._add(cells, depth, inside=inside)
-            names = names_of(function.__code__) if read is None else read.names
-            for key, value in cells.held.items():
-                if isinstance(value, type | types.ModuleType):
-                    self._namespace(key, value, names)
-        self._globals(function, depth, inside, read)
+            self._closure(met, names_of(function.__code__) if read is None else read.names)
+        self._globals(met, read)
 
-    def _globals(
-        self, function: types.FunctionType, depth: int, inside: bool, read: Read | None
-    ) -> None:
+    def _closure(self, met: _Met, names: frozenset[str]) -> None:
+        """Look into what a function closes over, whose code has these names."""
+        source = ClosureSource(met.name, met.value)
+        self._add(source, met.depth, inside=met.inside)
+        for key, value in source.held.items():
+            if isinstance(value, type | types.ModuleType):
+                self._namespace(key, value, names)
+
+    def _globals(self, met: _Met, read: Read | None) -> None:
         """Look into the globals that a function names.
 
         Args:
-            function: in whose file they are.
-            depth: of what they hold.
-            inside: whether a module holds it.
+            met: the function, in whose file they are.
             read: what the function reads; None for a library's, of which only plain values,
                 tensors, neural modules and random generators count.
         """
-        code, found = function.__code__, function.__globals__
+        code, found = met.value.__code__, met.value.__globals__
         if read is not None:
-            for file in read.files:
-                self._namespace(file.__name__, file, read.names)
-            if "ops" in read.names:  # torch.ops.namespace.name, of an operator in Python.
-                for key, definition in list(OPDEFS.items()):
-                    if read.names.issuperset(key.split("::")):
-                        self._values.append((Name("", key), definition, depth, inside))
-            if read.computed is not None and code not in self.computed:
-                self.computed[code] = read.computed
-                self.unread.append(read.computed)
-        plain = (*SCALARS, torch.Tensor, nn.Module)
+            self._read_elsewhere(met, read)
         names = []
         for name in global_names(code) if read is None else read.globals:
-            value = found.get(name, _MISSING)
+            value = found.get(name, MISSING)
             # Each function may name others of its attributes.
             if read is not None and isinstance(value, type | types.ModuleType):
                 self._namespace(name, value, read.names)
             elif isinstance(value, types.ModuleType):
                 self._functions_of_pytorch(value, names_of(code))
-            if value is _MISSING or (id(found), name) in self._seen_globals:
-                continue
-            if read is not None or isinstance(value, plain) or draws(value):
-                self._seen_globals.add((id(found), name))
+            if value is not MISSING and (read is not None or _counts_in_library(value)):
                 names.append(name)
+        names = self._unseen(found, names)
         if names:
-            self._add(GlobalsSource(found, names, stored_names(code)), depth, inside=inside)
+            source = GlobalsSource(found, names, stored_names(code))
+            self._add(source, met.depth, inside=met.inside)
+
+    def _read_elsewhere(self, met: _Met, read: Read) -> None:
+        """Look into what a function reads of other files, and into operators that it calls."""
+        for file in read.files:
+            self._namespace(file.__name__, file, read.names)
+        if "ops" in read.names:  # torch.ops.namespace.name, of an operator in Python.
+            for key, definition in list(OPDEFS.items()):
+                if read.names.issuperset(key.split("::")):
+                    self._values.append(met.beside(definition, Name("", key)))
+        code = met.value.__code__
+        if read.computed is not None and code not in self._found.computed:
+            self._found.computed[code] = read.computed
+            self._found.unread.append(read.computed)
+
+    def _unseen(self, owner: Any, keys: Iterable[str], before: str = "") -> list[str]:
+        """Those keys of an owner that no source has yet; notes them."""
+        found = [key for key in keys if (id(owner), before + key) not in self._seen]
+        self._seen |= {(id(owner), before + key) for key in found}
+        return found
 
     def _namespace(
         self,
@@ -1017,10 +751,9 @@ class Dependencies:
             inner = vars(value)[key]
             if isinstance(inner, types.ModuleType) and inner not in (value, *around):
                 self._namespace(f"{name}.{key}", inner, names or frozenset(), (*around, value))
-        keys = [key for key in keys if (id(value), key) not in self._seen_globals]
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
+        keys = self._unseen(value, keys)
         if keys:
-            self._seen_globals |= {(id(value), key) for key in keys}
             self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
 
     def _functions_of_pytorch(
@@ -1036,7 +769,7 @@ class Dependencies:
             names: that the code names.
             around: files that it was found in.
         """
-        if self._whole or sys.modules.get(file.__name__) is not file:
+        if self._rules.whole or sys.modules.get(file.__name__) is not file:
             return
         package, *inner = file.__name__.split(".")
         if package != "torch" or file in around or any(n.startswith("_") for n in inner):
@@ -1052,6 +785,8 @@ class Dependencies:
                     calls = names_of(value.__code__)
                     self._functions_of_pytorch(sys.modules[value.__module__], calls)
 
+    # Classes.
+
     def _named_of_class(
         self, cls: type, names: frozenset[str] | None, *, is_made: bool = True
     ) -> None:
@@ -1062,28 +797,20 @@ class Dependencies:
             names: that the code names; None for all.
             is_made: whether the code may make instances of it.
         """
-        own = [base for base in cls.__mro__ if base is not object and not is_library(base)]
-        own = [base for base in own if not base.__flags__ & _IMMUTABLE]
+        own = list(filter(_is_users, cls.__mro__))
         # Making an instance may count or register it, which is nothing that a call is about.
-        is_made = is_made and not self._whole and not issubclass(cls, nn.Module)
+        is_made = is_made and not self._rules.whole and not issubclass(cls, nn.Module)
         made = _MAKE_INSTANCES if is_made else frozenset()
         members = _members(own, made)
         if type(cls) is not type and not is_library(type(cls)):  # It is read through this one, too.
             meta = [base for base in inspect.getmro(type(cls)) if base not in (type, object)]
             members = _members(meta, frozenset()) | members
             own += meta
-        wanted = {k for k in members if names is None or k in names or k in made or is_operator(k)}
+        wanted = _with_what_they_name(_named_among(members, names, made), members)
         if issubclass(cls, torch.autograd.Function):
-            wanted |= members.keys() & _OF_FUNCTIONS
-        waiting = list(wanted)
-        while waiting:
-            function = function_of(members[waiting.pop()])
-            if function is not None:
-                more = (members.keys() & names_of(function.__code__)) - wanted
-                wanted |= more
-                waiting += more
+            wanted |= _with_what_they_name(members.keys() & _OF_FUNCTIONS, members)
         for base in own:
-            keys = wanted - self._hidden_of(base)
+            keys = wanted - self._rules.hidden_of(base)
             self._part_of_class(base, [key for key in vars(base) if key in keys])
 
     def _class(self, cls: type, entry: str | None) -> None:
@@ -1093,104 +820,134 @@ class Dependencies:
             cls: the class.
             entry: the method that is called; None for any.
         """
+        if not self._unseen(cls, [entry or "any method"], "calls of "):
+            return
         inherited: dict[str, None] = {}
         for base in cls.__mro__:
-            package = base.__module__.partition(".")[0]
-            if base in (object, nn.Module) or package in ("builtins", "typing", "abc", "enum"):
-                continue
-            keys: list[str]
-            if package == "torch":
-                keys = [entry] if entry is not None and entry in vars(base) else []
-            elif entry is None:
-                keys = [] if is_library(base) else list(vars(base))
-            else:
-                keys = [key for key in vars(base) if key in self._reachable]
-            keys = [key for key in keys if key not in self._hidden_of(base)]
+            hidden = self._rules.hidden_of(base)
+            keys = [key for key in self._used_of_class(base, entry) if key not in hidden]
             self._part_of_class(base, keys)
             if base is not cls:
                 inherited |= dict.fromkeys(keys)
         # The class may come to override what it inherits.
-        stable = [key for key in inherited if _is_stable(cls, key)]
-        keys = [key for key in stable if key not in vars(cls)]
-        keys = [key for key in keys if (id(cls), f"inherited {key}") not in self._seen_globals]
+        keys = [key for key in inherited if _is_stable(cls, key) and key not in vars(cls)]
+        keys = self._unseen(cls, keys, "inherited ")
         if keys:
-            self._seen_globals |= {(id(cls), f"inherited {key}") for key in keys}
-            self.sources.append(InheritedSource(Name("", cls.__qualname__), cls, keys))
+            self._found.sources.append(InheritedSource(Name("", cls.__qualname__), cls, keys))
+
+    def _used_of_class(self, base: type, entry: str | None) -> list[str]:
+        """What calls of an instance may use of what one class defines."""
+        package = base.__module__.partition(".")[0]
+        if base in (object, nn.Module) or package in ("builtins", "typing", "abc", "enum"):
+            return []
+        if package == "torch":
+            return [entry] if entry is not None and entry in vars(base) else []
+        if entry is None:
+            return [] if is_library(base) else list(vars(base))
+        return [key for key in vars(base) if key in self._code.methods]
 
     def _part_of_class(self, base: type, keys: Sequence[str]) -> None:
-        own, watched = not is_library(base), []
+        own = not is_library(base)
+        keys = self._unseen(base, [k for k in keys if _counts_in_class(k, vars(base)[k], own)])
+        if not keys:
+            return
         for key in keys:
-            value = vars(base)[key]
-            function = function_of(value)
-            if function is None and not (
-                isinstance(value, SCALARS) or (own and _is_watched_part(value))
-            ):
+            function = function_of(vars(base)[key])
+            if function is None:
                 continue
-            if key.startswith("__") and function is None:
-                continue
-            if (id(base), key) in self._seen_globals:
-                continue
-            self._seen_globals.add((id(base), key))
-            watched.append(key)
-            if function is not None and own:
-                self._values.append((Name("", base.__qualname__), function, 1, True))
-            elif function is not None:
-                self._globals(function, 1, True, None)
-        if watched:
-            source = ClassPartsSource(Name("", base.__qualname__), base, watched)
-            self.sources.append(source)
-            for key, value in source.held.items():
-                code = isinstance(value, _WRAPPERS) or function_of(value) is not None
-                if own and not code and type(value) not in _BARE:
-                    self._values.append((source.key_name(key), value, 1, True))
+            if own:
+                self._values.append(_Met(Name("", base.__qualname__), function))
+            else:
+                self._globals(_Met(Name("", base.__qualname__), function), None)
+        source = ClassPartsSource(Name("", base.__qualname__), base, keys)
+        self._found.sources.append(source)
+        for key, value in source.held.items():
+            code = isinstance(value, _WRAPPERS) or function_of(value) is not None
+            if own and not code and type(value) not in BARE:
+                self._values.append(_Met(source.key_name(key), value))
 
 
-class ClassPartsSource(PartsSource):
-    """Methods and attributes that a class itself defines."""
-
-    __slots__ = ()
-
-    def read(self) -> dict[Any, Any]:
-        held = vars(self.owner)
-        return {key: held.get(key, _MISSING) for key in self.keys}
-
-
-class FileSource(ClassPartsSource):
-    """Functions in a file of PyTorch's."""
-
-    __slots__ = ()
-
-
-class InheritedSource(PartsSource):
-    """What a class inherits, and may come to override."""
-
-    __slots__ = ()
-
-    def put_back(self) -> None:
-        for key in self.keys:
-            if key in vars(self.owner) and _is_data(vars(self.owner)[key]):
-                type.__delattr__(self.owner, key)
+# How each kind of value is looked into; the first kind that fits counts.
+_LOOKS: dict[Any, Callable[[_Walker, _Met], None]] = {
+    SCALARS: _Walker._container_attributes,
+    types.FunctionType: _Walker._function,
+    types.MethodType: _Walker._method,
+    (types.BuiltinFunctionType, types.MethodWrapperType): _Walker._method_in_c,
+    functools.partial: _Walker._partial,
+    (tuple, frozenset): _Walker._fixed,
+    (list, deque, set): _Walker._items,
+    (dict, types.MappingProxyType): _Walker._dictionary,
+    BUFFERS: _Walker._buffer,
+    operator.methodcaller: _Walker._method_caller,
+    object: _Walker._object,
+}
 
 
-class HolderSource(DictionarySource):
-    """Parameters, buffers, submodules or hooks of a module."""
-
-    __slots__ = ()
-
-    def key_name(self, key: Any) -> Name:
-        return self.name._replace(text=str(key))
+def _functions_on(module: nn.Module) -> list[Any]:
+    """Hooks of a module, and other functions among its attributes."""
+    kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+    hooks = [hook for k in kinds for hook in dict(getattr(module, k, None) or ()).values()]
+    return [*hooks, *(value for value in vars(module).values() if callable(value))]
 
 
-class ViewSource(HolderSource):
-    """Parameters, buffers, submodules or hooks of a ScriptModule."""
+def _is_without_state(value: Any) -> bool:
+    """Whether a value has no state that a call could depend on, or none that can be seen."""
+    if isinstance(value, enum.Enum) and is_library(type(value)):
+        return True
+    with_attributes = isinstance(value, SCALARS) and has_attributes(value)
+    return isinstance(value, WITHOUT_STATE) and not with_attributes
 
-    __slots__ = ()
 
-    def read(self) -> dict[Any, Any]:
-        return dict(self.owner.items())
+def _is_users(cls: type) -> bool:
+    """Whether a class is a user's, and its attributes may be set."""
+    return not is_library(cls) and not cls.__flags__ & IMMUTABLE
 
-    def put_back(self) -> None:
-        pass
+
+def _named_among(
+    members: Iterable[str], names: frozenset[str] | None, made: frozenset[str]
+) -> set[str]:
+    """Those members of a class that run if code names it, or makes an instance of it.
+
+    Args:
+        members: of the class.
+        names: that the code names; None for all.
+        made: those that run when an instance is made.
+    """
+    if names is None:
+        return set(members)
+    return {key for key in members if key in names or key in made or is_operator(key)}
+
+
+def _with_what_they_name(wanted: set[str], members: Mapping[str, Any]) -> set[str]:
+    """Some members of a class, and those that their code names."""
+    found, waiting = set(wanted), list(wanted)
+    while waiting:
+        function = function_of(members[waiting.pop()])
+        if function is not None:
+            more = (members.keys() & names_of(function.__code__)) - found
+            found |= more
+            waiting += more
+    return found
+
+
+def _counts_in_class(key: str, value: Any, own: bool) -> bool:
+    """Whether what a class defines is watched.
+
+    Args:
+        key: its name.
+        value: what it is.
+        own: whether the class is a user's.
+    """
+    if function_of(value) is not None:
+        return True
+    if key.startswith("__"):
+        return False
+    return isinstance(value, SCALARS) or (own and _is_watched_part(value))
+
+
+def _counts_in_library(value: Any) -> bool:
+    """Whether a global that a library's function names is watched."""
+    return isinstance(value, (*SCALARS, torch.Tensor, nn.Module)) or draws(value)
 
 
 def _members(classes: Iterable[type], made: frozenset[str]) -> dict[str, Any]:
@@ -1201,96 +958,6 @@ def _members(classes: Iterable[type], made: frozenset[str]) -> dict[str, Any]:
             if key in made or key not in _MAKE_INSTANCES:
                 found.setdefault(key, value)
     return found
-
-
-def _is_data(value: Any) -> bool:
-    """Whether a value is plain, a tensor or a container, and no code."""
-    return isinstance(value, (*SCALARS, torch.Tensor, list, dict, tuple, set))
-
-
-def same(new: Any, old: Any) -> bool | None:
-    """Whether a value equals the one that it replaced; None if only another walk can tell."""
-    if new is old:
-        return True
-    if type(new) is not type(old):
-        return False
-    if isinstance(new, SCALARS):
-        alike = describe(new) == describe(old)
-        if alike and type(new) not in _BARE and _has_attributes(new):
-            return None if not isinstance(new, enum.Enum) else False
-        return alike
-    if isinstance(new, frozenset):  # Code can see the order.
-        new, old = tuple(new), tuple(old)
-    if isinstance(new, slice):
-        return same((new.start, new.stop, new.step), (old.start, old.stop, old.step))
-    if isinstance(new, _COMPARABLE):
-        return _equal(new, old)
-    if isinstance(new, types.MethodType):
-        return new.__func__ is old.__func__ and new.__self__ is old.__self__
-    if isinstance(new, (*_WITHOUT_STATE, torch.Tensor, nn.Module, types.FunctionType)):
-        return False
-    if isinstance(new, tuple):
-        if len(new) != len(old):
-            return False
-        more = (None,) if type(new) is not tuple and _has_attributes(new) else ()
-        return _combined((*(same(a, b) for a, b in zip(new, old, strict=True)), *more))
-    if isinstance(new, functools.partial):
-        return _combined((same(new.func, old.func), same(new.args, old.args), None))
-    if isinstance(new, deque) and new.maxlen != old.maxlen:
-        return False
-    if isinstance(new, (list, dict, set, deque, *_BUFFERS)) or _is_array(new):
-        return None
-    if is_machinery(new):
-        return False
-    if isinstance(new, BaseException) or (_members_of(new) and type(new).__module__ == "builtins"):
-        return None
-    if _base_in_c(type(new)) not in _WITHOUT_MEMBERS and not _is_immutable(new):
-        return False  # It may hold something else that no walk can see.
-    if _attributes_of(new) is not None or _slots_of(type(new)):
-        return None
-    # A number of NumPy's: 0.0 and -0.0 are equal, and NaN is not.
-    return _is_immutable(new) and new.dtype == old.dtype and new.tobytes() == old.tobytes()
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # What cannot be compared counts as different.
-        return False
-
-
-def _combined(verdicts: Iterable[bool | None]) -> bool | None:
-    found = list(verdicts)
-    return False if False in found else None if None in found else True
-
-
-def difference(
-    source: Source, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
-) -> tuple[str | None, list[tuple[Name, Any, Any]]]:
-    """How a source differs from what it held, in words, and what another walk has to compare.
-
-    Equal values in other objects are noted as held from now on.
-    """
-    held = source.held
-    if len(now) != len(held) or any(
-        not (a is b or (type(a) is type(b) and _equal(a, b)))
-        for a, b in zip(now, held, strict=True)
-    ):
-        return _added_or_removed(source, now), []
-    unsure = []
-    for (key, new), (mine, old) in zip(list(now.items()), list(held.items()), strict=True):
-        if new is old:
-            continue
-        verdict = same(new, old)
-        if verdict is False and ignores is not None and ignores(new) and ignores(old):
-            verdict = True
-        if verdict is False:
-            return _replaced(source.key_name(key), new, old), []
-        if verdict is None:
-            unsure.append((source.key_name(key), new, old))
-        else:
-            held[mine] = new
-    return None, unsure
 
 
 def compare_walks(
@@ -1325,103 +992,6 @@ def compare_walks(
     return None
 
 
-def _added_or_removed(source: Source, now: Mapping[Any, Any]) -> str:
-    added = [key for key in now if key not in source.held]
-    gone = [key for key in source.held if key not in now]
-    if isinstance(source, HolderSource) and source.name.before:
-        return f"a forward hook was added or removed{source.name.after}"
-    for keys, what in ((added, "was added"), (gone, "was removed")):
-        if keys:
-            return f"{source.key_name(keys[0])} {what}"
-    return f"the order of {source.name} changed"
-
-
-def _replaced(name: Name, new: Any, old: Any) -> str:
-    if isinstance(old, SCALARS) and isinstance(new, SCALARS):
-        return f"{name} changed from {old!r:.80} to {new!r:.80}"
-    return f"{name} was replaced"
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    """The slots of a class and of those that it derives from, as attributes are called."""
-    found = []
-    for each in cls.__mro__:
-        slots = vars(each).get("__slots__", ()) if each.__module__ != "builtins" else ()
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if name in ("__dict__", "__weakref__"):
-                continue
-            private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(found)
-
-
-def _base_in_c(cls: type) -> type:
-    """The class in C that a class is made of; object, if it adds nothing to that."""
-    for base in cls.__mro__:
-        new = vars(base).get("__new__")
-        in_c = isinstance(new, types.BuiltinFunctionType) and new.__self__ is base
-        if in_c or not base.__flags__ & _HEAPTYPE:
-            return base
-    return object
-
-
-def _members_of(value: Any) -> tuple[str, ...]:
-    """The members of an object of a class in C, as far as they hold what code may read."""
-    if not isinstance(value, BaseException):
-        names = next((names for kind, names in _MEMBERS if isinstance(value, kind)), ())
-    else:
-        kinds = types.MemberDescriptorType | types.GetSetDescriptorType
-        names = tuple(
-            name
-            for base in type(value).__mro__
-            if not base.__flags__ & _HEAPTYPE
-            for name, member in vars(base).items()
-            if isinstance(member, kinds) and name not in _OF_A_RAISE
-        )
-    return tuple(name for name in names if _is_set(value, name))
-
-
-def _is_set(value: Any, name: str) -> bool:
-    try:
-        getattr(value, name)
-    except Exception:  # An empty cell, say.
-        return False
-    return True
-
-
-def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """An object's own attributes, without running code of its class; None if it has none."""
-    try:
-        found = object.__getattribute__(value, "__dict__")
-    except Exception:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _has_attributes(value: Any) -> bool:
-    """Whether a value's class gives its instances attributes of their own."""
-    return _attributes_of(value) is not None or bool(_slots_of(type(value)))
-
-
-def _is_array(value: Any) -> bool:
-    """Whether a value is an array of NumPy's."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
-def _has_objects(value: Any) -> bool:
-    """Whether an array holds references instead of numbers."""
-    return bool(getattr(getattr(value, "dtype", None), "hasobject", False))
-
-
-def _without_marks(owner: Any) -> dict[str, Any]:
-    """A copy of an object's own attributes, without a compiler's notes on a tensor or function."""
-    attributes = dict(_attributes_of(owner) or ())
-    if not isinstance(owner, torch.Tensor | types.FunctionType):
-        return attributes
-    return {key: value for key, value in attributes.items() if not str(key).startswith(_MARKS)}
-
-
 def _owner_of(called: Any) -> Any:
     """The object that a method belongs to, or that is called."""
     while isinstance(called, functools.partial):
@@ -1435,7 +1005,7 @@ def _is_stable(cls: type, key: Any) -> bool:
     """Whether a class returns the same object each time that an attribute is read."""
     if not isinstance(key, str) or key.startswith("__"):
         return False
-    value = inspect.getattr_static(cls, key, _MISSING)
+    value = inspect.getattr_static(cls, key, MISSING)
     return isinstance(value, (*SCALARS, property, staticmethod, types.FunctionType))
 
 
@@ -1445,16 +1015,12 @@ def _is_watched_part(value: Any) -> bool:
         return True
     if isinstance(value, types.ModuleType):
         return False
-    plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module, *_BUFFERS)
+    plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module, *BUFFERS)
     if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
         return True
-    if _is_array(value) or draws(value) or is_opaque_iterator(value):
+    if is_array(value) or draws(value) or is_opaque_iterator(value):
         return True
-    return _attributes_of(value) is not None and type(value).__module__ != "builtins"
-
-
-def _is_immutable(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and not hasattr(value, "__setitem__")
+    return attributes_of(value) is not None and type(value).__module__ != "builtins"
 
 
 def _called_name(value: Any) -> str:

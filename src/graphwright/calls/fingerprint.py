@@ -185,62 +185,40 @@ class _Words:
 
     def _described(self, value: Any, depth: int) -> str:
         kind = self._name(type(value))
-        match value:
-            case bool() | None | torch.dtype() | torch.layout() | torch.memory_format():
-                return f"{kind} {value}"
-            case torch._ops.OpOverload() | torch._ops.OpOverloadPacket():
-                return f"{kind} {value}"
-            case enum.Enum():
-                return f"{kind} {self.value(value.value, depth)}"
-            case int():  # Python refuses to write very long ones as decimals.
-                return f"{kind} {int.__repr__(value) if value.bit_length() < 999 else hex(value)}"
-            case float():
-                return f"{kind} {float.__repr__(value)} {struct.pack('>d', value).hex()}"
-            case complex():
-                return f"{kind} {self.value(value.real)} {self.value(value.imag)}"
-            case str():
-                return f"{kind} {str.__repr__(value)}"
-            case bytes():
-                return f"{kind} {bytes.__repr__(value)}"
-            case torch.device():
-                return f"{kind} {self._place(value)}"
-            case torch.Tensor():
-                return self._tensor(kind, value)
-            case type():
-                return f"class {self._name(value)}"
-            case types.BuiltinFunctionType() | types.ModuleType():
-                return f"{kind} {value.__name__}"
-            case types.CodeType():
-                return self._code(value)
-            case types.CellType():
-                return self._described(value.cell_contents, depth)
-            case types.FunctionType():
-                return self._function(value)
-            case types.MethodType():
-                return f"{self.value(value.__func__)} of {self.value(value.__self__, depth - 1)}"
-            case staticmethod() | classmethod():
-                return f"{kind} {self.value(value.__func__)}"
-            case property():
-                return f"{kind} {[self.value(f) for f in (value.fget, value.fset, value.fdel)]}"
-            case nn.Module() if value in self._paths:
-                return f"the module {self._paths[value]!r}"
+        for kinds, describe in _PLAIN.items():
+            if isinstance(value, kinds):
+                return describe(self, kind, value, depth)
+        if isinstance(value, nn.Module) and value in self._paths:
+            return f"the module {self._paths[value]!r}"
         if depth <= 0:
             return kind
-        match value:
-            case nn.Module():
-                return self._object(kind, self.module(value, depth - 1))
-            case functools.partial():
-                return f"{kind} {self.value((value.func, value.args, value.keywords), depth)}"
-            case slice() | range():
-                return f"{kind} {self.value((value.start, value.stop, value.step), depth)}"
-            case list() | tuple() | deque() | set() | frozenset() | dict():
-                return self._container(kind, value, depth - 1)
+        for kinds, describe in _NESTED.items():
+            if isinstance(value, kinds):
+                return describe(self, kind, value, depth)
         if kind.startswith("torch."):  # Its own machinery changes as it runs.
             return kind
         members = self._members(value, depth - 1)
         if callable(value):
             members["class"] = self._class(type(value))
         return self._object(kind, members)
+
+    def _member(self, kind: str, value: enum.Enum, depth: int) -> str:
+        return f"{kind} {self.value(value.value, depth)}"
+
+    def _complex(self, kind: str, value: complex, depth: int) -> str:
+        return f"{kind} {self.value(value.real)} {self.value(value.imag)}"
+
+    def _cell(self, kind: str, value: types.CellType, depth: int) -> str:
+        return self._described(value.cell_contents, depth)
+
+    def _method(self, kind: str, value: types.MethodType, depth: int) -> str:
+        return f"{self.value(value.__func__)} of {self.value(value.__self__, depth - 1)}"
+
+    def _property(self, kind: str, value: property, depth: int) -> str:
+        return f"{kind} {[self.value(each) for each in (value.fget, value.fset, value.fdel)]}"
+
+    def _parts(self, kind: str, parts: tuple[Any, ...], depth: int) -> str:
+        return f"{kind} {self.value(parts, depth)}"
 
     def _container(self, kind: str, value: Any, depth: int) -> str:
         if len(value) > _MAX_ITEMS:
@@ -336,6 +314,59 @@ class _Words:
             (code.co_code.hex(), code.co_exceptiontable.hex()),
         ]
         return f"code {_short(words)}"
+
+
+# How each kind of value is described, whatever is around it; the first kind that fits counts.
+_PLAIN: dict[Any, Callable[[_Words, str, Any, int], str]] = {
+    (bool, type(None), torch.dtype, torch.layout, torch.memory_format): (
+        lambda words, kind, value, depth: f"{kind} {value}"
+    ),
+    (torch._ops.OpOverload, torch._ops.OpOverloadPacket): (
+        lambda words, kind, value, depth: f"{kind} {value}"
+    ),
+    enum.Enum: _Words._member,
+    int: lambda words, kind, value, depth: f"{kind} {_digits(value)}",
+    float: lambda words, kind, value, depth: (
+        f"{kind} {float.__repr__(value)} {struct.pack('>d', value).hex()}"
+    ),
+    complex: _Words._complex,
+    str: lambda words, kind, value, depth: f"{kind} {str.__repr__(value)}",
+    bytes: lambda words, kind, value, depth: f"{kind} {bytes.__repr__(value)}",
+    torch.device: lambda words, kind, value, depth: f"{kind} {words._place(value)}",
+    torch.Tensor: lambda words, kind, value, depth: words._tensor(kind, value),
+    type: lambda words, kind, value, depth: f"class {words._name(value)}",
+    (types.BuiltinFunctionType, types.ModuleType): (
+        lambda words, kind, value, depth: f"{kind} {value.__name__}"
+    ),
+    types.CodeType: lambda words, kind, value, depth: words._code(value),
+    types.CellType: _Words._cell,
+    types.FunctionType: lambda words, kind, value, depth: words._function(value),
+    types.MethodType: _Words._method,
+    (staticmethod, classmethod): (
+        lambda words, kind, value, depth: f"{kind} {words.value(value.__func__)}"
+    ),
+    property: _Words._property,
+}
+# The same of what holds other values.
+_NESTED: dict[Any, Callable[[_Words, str, Any, int], str]] = {
+    nn.Module: lambda words, kind, value, depth: words._object(
+        kind, words.module(value, depth - 1)
+    ),
+    functools.partial: lambda words, kind, value, depth: words._parts(
+        kind, (value.func, value.args, value.keywords), depth
+    ),
+    (slice, range): lambda words, kind, value, depth: words._parts(
+        kind, (value.start, value.stop, value.step), depth
+    ),
+    (list, tuple, deque, set, frozenset, dict): (
+        lambda words, kind, value, depth: words._container(kind, value, depth - 1)
+    ),
+}
+
+
+def _digits(value: int) -> str:
+    """A whole number as text; Python refuses to write very long ones as decimals."""
+    return int.__repr__(value) if value.bit_length() < 999 else hex(value)
 
 
 def _helpers_of(function: types.FunctionType) -> list[tuple[str, types.FunctionType]]:

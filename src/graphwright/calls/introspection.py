@@ -98,6 +98,18 @@ class StandIn:
         return self._graphwright_stands_for
 
 
+def original_of(stand_in: StandIn) -> Any:
+    """What something stands for: a module or function, which may stand for another one."""
+    return stand_in._graphwright_stands_for
+
+
+def stood_for(value: Any) -> Any:
+    """What a value stands for in the end; the value itself if it stands for nothing."""
+    while isinstance(value, StandIn):
+        value = value._graphwright_stands_for
+    return value
+
+
 class _OfFunction:
     """An attribute of functions and methods, for objects that stand for one."""
 
@@ -167,10 +179,7 @@ def unbound(bound: Callable[..., Any], method: types.MethodType) -> Callable[...
     inner = method.__func__
 
     def function(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        stood_for = owner
-        while isinstance(stood_for, StandIn):
-            stood_for = stood_for._graphwright_stands_for
-        if stood_for is method.__self__:
+        if stood_for(owner) is method.__self__:
             return bound(*args, **kwargs)
         return inner(owner, *args, **kwargs)
 

@@ -290,6 +290,17 @@ def _operands(
     return found, index
 
 
+def _count_of_operands(name: str, argument: int) -> int | None:
+    """How many operands an instruction takes; None of one that is no expression."""
+    if name == "CALL":
+        return argument + 1
+    if name in _BUILDS:
+        return argument * _BUILDS[name]
+    if name in _OF_TWO:
+        return 2
+    return 1 if name in _OF_ONE else None
+
+
 def _parsed(steps: Sequence[dis.Instruction], index: int) -> tuple[_Expression | None, int]:
     """The expression that ends in an instruction, and where the one before it ends."""
     if index < 0:
@@ -298,14 +309,8 @@ def _parsed(steps: Sequence[dis.Instruction], index: int) -> tuple[_Expression |
     name, argument = step.opname, step.arg or 0
     if name in _LEAVES:
         return (_LEAVES[name], step.argval), index - 1
-    count = 1
-    if name == "CALL":
-        count = argument + 1
-    elif name in _BUILDS:
-        count = argument * _BUILDS[name]
-    elif name in _OF_TWO:
-        count = 2
-    elif name not in _OF_ONE:
+    count = _count_of_operands(name, argument)
+    if count is None:
         return None, index
     operands, before = _operands(steps, index - 1, count)
     if len(operands) < count:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..errors import OptionError
+from .code import cells
 from .dependencies import Called, Dependencies
 from .introspection import StandIn, attribute_of, describe_as, may_be_looked_up, signature_of
 from .methods import Methods
@@ -236,23 +237,29 @@ def _with_operators(cls: type, kind: type) -> type:
     known = _CLASSES.get(key)
     if known is not None:
         return known
-    own = {name for base in (ModuleProxy, nn.Module, object) for name in vars(base)} - _OF_OBJECTS
-    operators: dict[str, Any] = {}
-    for base in kind.__mro__:
-        if base in (object, nn.Module) or base.__module__.startswith(_OUR_PACKAGE):
-            continue
-        for name, value in vars(base).items():
-            special = name.startswith("__") and name.endswith("__") and name not in _OF_PROXIES
-            if special and name not in own and name not in operators:
-                if hasattr(value, "__get__"):
-                    operators[name] = _operator(name)
-                elif value is None:  # Which says that there is none.
-                    operators[name] = None
+    operators = _operators_of(kind)
     if not operators:
         return cls
     as_named = {"__slots__": (), "__qualname__": cls.__qualname__, "__module__": cls.__module__}
     made = _CLASSES[key] = type(cls.__name__, (cls,), as_named | operators)
     return made
+
+
+def _operators_of(kind: type) -> dict[str, Any]:
+    """The operators that a module's class defines, for its proxies."""
+    own = {name for base in (ModuleProxy, nn.Module, object) for name in vars(base)} - _OF_OBJECTS
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base in (object, nn.Module) or base.__module__.startswith(_OUR_PACKAGE):
+            continue
+        for name, value in vars(base).items():
+            special = name.startswith("__") and name.endswith("__") and name not in _OF_PROXIES
+            if special and name not in own and name not in found:
+                if hasattr(value, "__get__"):
+                    found[name] = _operator(name)
+                elif value is None:  # Which says that there is none.
+                    found[name] = None
+    return found
 
 
 def _operator(name: str) -> Callable[..., Any]:
@@ -429,12 +436,10 @@ def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """
     inner = getattr(function, "_torchdynamo_orig_callable", None)
     inner = getattr(function, "__wrapped__", None) if inner is None else inner
-    if inner is not None and not isinstance(function, nn.Module):
-        if isinstance(inner, nn.Module):
-            yield "wrapped", inner
-        else:
-            for name, value in values_behind(inner):
-                yield f"wrapped_{name}", value
+    if isinstance(inner, nn.Module) and not isinstance(function, nn.Module):
+        yield "wrapped", inner
+    elif inner is not None and not isinstance(function, nn.Module):
+        yield from ((f"wrapped_{name}", value) for name, value in values_behind(inner))
     while isinstance(function, functools.partial):
         for index, value in enumerate((*function.args, *function.keywords.values())):
             yield f"partial_{index}", value
@@ -449,17 +454,16 @@ def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
             yield f"self_{name}", value
         function = getattr(function, "__call__", function)  # noqa: B004  # fetched, not asked for
     function = getattr(function, "__func__", function)
-    if not isinstance(function, types.FunctionType):
-        return
-    code = function.__code__
-    for name in code.co_names:
+    if isinstance(function, types.FunctionType):
+        yield from _values_named(function)
+
+
+def _values_named(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function reaches by global, closure or default, by name."""
+    for name in function.__code__.co_names:
         if name in function.__globals__:
             yield name, function.__globals__[name]
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # The cell is still empty.
-            continue
+    yield from cells(function)
     for index, value in enumerate(function.__defaults__ or ()):
         yield f"default_{index}", value
     for name, value in (function.__kwdefaults__ or {}).items():

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import SignatureError
+from .attributes import own_slots
 from .code import is_library
 
 # Leaves that need no look: everything else may be an object.
@@ -125,19 +126,12 @@ def _examine(cls: type) -> _Layout | None:
         base.__new__(cls)
     except TypeError:
         return None
-    slots = []
-    for each in cls.__mro__:
-        named = vars(each).get("__slots__", ())
-        for name in (named,) if isinstance(named, str) else named:
-            private = name.startswith("__") and not name.endswith("__")
-            full = f"_{each.__name__.lstrip('_')}{name}" if private else name
-            if name in ("__dict__", "__weakref__"):
-                continue
-            if full not in vars(each):
-                return None  # Something has replaced it.
-            slots.append((full, vars(each)[full]))
+    slots = [(each, name) for each in cls.__mro__ for name in own_slots(each)]
+    if any(name not in vars(each) for each, name in slots):
+        return None  # Something has replaced it.
     has_dict = any("__dict__" in vars(each) for each in cls.__mro__ if each is not type)
-    return _Layout(tuple(slots), has_dict, base)
+    members = tuple((name, vars(each)[name]) for each, name in slots)
+    return _Layout(members, has_dict, base)
 
 
 # Nodes that stand for objects in a tree.

@@ -154,18 +154,7 @@ def packed(
         ArtifactError: there is something else, or two tensors share memory.
     """
     if isinstance(tree, torch.Tensor):
-        for name, known in tensors.items():
-            if known is tree:
-                return {"tensor": name}
-        mine = tree.untyped_storage()
-        for name, known in tensors.items() if not shared else ():
-            if mine.nbytes() and known.untyped_storage().data_ptr() == mine.data_ptr():
-                raise ArtifactError(
-                    f"Two tensors to be saved share memory, one of them {name}.",
-                    remedy="Tune with inputs that are tensors of their own.",
-                )
-        tensors[f"{prefix}.{len(tensors)}"] = tree
-        return {"tensor": f"{prefix}.{len(tensors) - 1}"}
+        return {"tensor": _packed_tensor(tree, tensors, prefix, shared=shared)}
     if type(tree) in (tuple, list):
         return {
             type(tree).__name__: [packed(each, tensors, prefix, shared=shared) for each in tree]
@@ -173,18 +162,41 @@ def packed(
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
         inner = {key: packed(v, tensors, prefix, shared=shared) for key, v in tree.items()}
         return {"dict": inner}
-    if tree is None or isinstance(tree, bool | str):
-        return tree
-    if type(tree) is int:
-        return {"int": str(tree)}
-    if type(tree) is float:
-        return {"float": tree.hex()}
-    if isinstance(tree, torch.dtype):
-        return {"dtype": str(tree).removeprefix("torch.")}
-    if isinstance(tree, torch.device):
-        return {"device": str(tree)}
+    return _packed_value(tree)
+
+
+def _packed_tensor(
+    tensor: torch.Tensor, tensors: dict[str, torch.Tensor], prefix: str, *, shared: bool
+) -> str:
+    """The name of a tensor, which is added; arguments and errors are those of `packed`."""
+    for name, known in tensors.items():
+        if known is tensor:
+            return name
+    mine = tensor.untyped_storage()
+    for name, known in tensors.items() if not shared else ():
+        if mine.nbytes() and known.untyped_storage().data_ptr() == mine.data_ptr():
+            raise ArtifactError(
+                f"Two tensors to be saved share memory, one of them {name}.",
+                remedy="Tune with inputs that are tensors of their own.",
+            )
+    name = f"{prefix}.{len(tensors)}"
+    tensors[name] = tensor
+    return name
+
+
+def _packed_value(value: Any) -> Json:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if type(value) is int:
+        return {"int": str(value)}
+    if type(value) is float:
+        return {"float": value.hex()}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
     raise ArtifactError(
-        f"A value of type {type(tree).__name__} among the sample's inputs or results cannot be "
+        f"A value of type {type(value).__name__} among the sample's inputs or results cannot be "
         "saved.",
         remedy="Tensors, plain values, tuples, lists and dictionaries by text can.",
     )

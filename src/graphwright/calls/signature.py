@@ -137,14 +137,7 @@ class CallSignature:
         if CUDA and not _AttentionKernels.settled:
             _AttentionKernels.settle()
         leaves, spec = flatten(args, kwargs, objects=objects)
-        described: list[tuple[Any, ...]] = []
-        for index, leaf in enumerate(leaves):
-            try:
-                described.append(describe(leaf))
-            except SignatureError:
-                # Naming leaves is slow, so only the error does it.
-                describe(leaf, argument_names(args, kwargs, objects=objects)[index])
-                raise
+        described = _described(leaves, args, kwargs, objects=objects)
         flat = guard = None
         aliases = shared(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -155,10 +148,7 @@ class CallSignature:
             )
         values = (*args, *kwargs.values())
         if not aliases and all(isinstance(value, torch.Tensor) for value in values):
-            flat = (
-                tuple(describe(value) for value in args),
-                {name: describe(value) for name, value in kwargs.items()},
-            )
+            flat = _described_alone(args, kwargs)
             guard = guard_of(values)
         mixed = pattern = None
         if flat is None and not aliases:
@@ -168,7 +158,7 @@ class CallSignature:
         switched = (*autocast(), *lasting_switches())
         return cls(
             spec,
-            tuple(described),
+            described,
             aliases,
             switched,
             flat,
@@ -277,9 +267,17 @@ class CallSignature:
             return True
         if inside_transform():
             return False
-        if self.flat is None:
-            return self._equals(args, kwargs)
-        positional, named = self.flat
+        flat = self.flat
+        return self._equals(args, kwargs) if flat is None else self._fits_flat(args, kwargs, *flat)
+
+    def _fits_flat(
+        self,
+        args: Args,
+        kwargs: Kwargs,
+        positional: tuple[Any, ...],
+        named: Mapping[str, tuple[Any, ...]],
+    ) -> bool:
+        """Whether a call of tensors alone has these descriptions; takes longer than the guard."""
         if len(args) != len(positional) or len(kwargs) != len(named):
             return False
         for value, expected in zip(args, positional, strict=True):
@@ -413,20 +411,19 @@ class CallSignature:
             for name, leaf in mine.items()
             if name in theirs and theirs[name] != leaf
         ]
-        found = []
-        if added:
-            them = "it" if len(added) == 1 else "them"
-            found.append(f"{_listed(added)}; {made} without {them}")
-        if lacking:
-            was = _listed([with_value(name, mine[name]) for name in lacking])
-            found.append(f"no {_listed(lacking)}; {made} with {was}")
-        if changed:
-            found.append(_listed(changed, "; "))
-        if not found and other.spec != self.spec:
+        was = [with_value(name, mine[name]) for name in lacking]
+        them = "it" if len(added) == 1 else "them"
+        found = (
+            (added, f"{_listed(added)}; {made} without {them}"),
+            (lacking, f"no {_listed(lacking)}; {made} with {_listed(was)}"),
+            (changed, _listed(changed, "; ")),
+        )
+        words = [text for names, text in found if names]
+        if not words and other.spec != self.spec:
             # Lists where there were tuples, or a dictionary in another order.
             held = ", ".join(self._held_otherwise(other)) or "the arguments"
-            found.append(f"{held}: other containers than {made} for, or in another order")
-        return found
+            words.append(f"{held}: other containers than {made} for, or in another order")
+        return words
 
     def _held_otherwise(self, other: CallSignature) -> list[str]:
         """Names of the arguments that are trees of another kind in another call."""
@@ -436,6 +433,28 @@ class CallSignature:
             names = [*(f"args[{n}]" for n in range(len(args.children()))), *signature.names]
             parts.append(dict(zip(names, (*args.children(), *kwargs.children()), strict=True)))
         return [name for name, spec in parts[0].items() if parts[1].get(name) != spec]
+
+
+def _described_alone(
+    args: Args, kwargs: Kwargs
+) -> tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]]:
+    """The arguments of a call of tensors alone, described."""
+    return tuple(map(describe, args)), {name: describe(value) for name, value in kwargs.items()}
+
+
+def _described(
+    leaves: Sequence[Any], args: Args, kwargs: Kwargs, *, objects: bool
+) -> tuple[tuple[Any, ...], ...]:
+    """The leaves of a call, described; errors name them."""
+    described: list[tuple[Any, ...]] = []
+    for index, leaf in enumerate(leaves):
+        try:
+            described.append(describe(leaf))
+        except SignatureError:
+            # Naming leaves is slow, so only the error does it.
+            describe(leaf, argument_names(args, kwargs, objects=objects)[index])
+            raise
+    return tuple(described)
 
 
 def _listed(words: Sequence[str], between: str = ", ") -> str:
@@ -515,26 +534,38 @@ class RangedSignature:
         sizes: dict[str, int] = {}
         for index, (mine, theirs) in enumerate(zip(base.leaves, other.leaves, strict=True)):
             own = [each for each in self.ranges if each.leaf == index]
-            if not own:
-                if mine != theirs:
-                    return plain
-                continue
-            shape, *kind = theirs
-            if len(theirs) != 5 or len(shape) != len(mine[0]):
+            if not own and mine != theirs:
                 return plain
-            expected = list(mine[0])
-            for each in own:
-                n = expected[each.axis] = shape[each.axis]
-                if not each.low <= n <= each.high:
-                    return f"{each.name} is {n}; what was built answers {each.low} to {each.high}"
-                if sizes.setdefault(each.name, n) != n:
-                    return f"{each.name} is both {sizes[each.name]} and {n}"
-            known = [mine[1], _contiguous(expected), *mine[3:]]
-            if list(shape) != expected or kind[:1] + kind[2:] != known[:1] + known[2:]:
-                return plain
-            if _strides_differ(expected, kind[1], known[1]):
-                return plain
+            if own and (why := _outside(own, mine, theirs, sizes)) is not None:
+                return why or plain
         return None
+
+
+def _outside(
+    ranges: Sequence[Range], mine: Sequence[Any], theirs: Sequence[Any], sizes: dict[str, int]
+) -> str | None:
+    """Why a tensor is outside of ranges: empty if it differs in more; None if it is inside.
+
+    Args:
+        ranges: of its axes.
+        mine: the description of the tensor that is known.
+        theirs: that of the other one.
+        sizes: gets the size of each dimension, by name.
+    """
+    shape, *kind = theirs
+    if len(theirs) != 5 or len(shape) != len(mine[0]):
+        return ""
+    expected = list(mine[0])
+    for each in ranges:
+        n = expected[each.axis] = shape[each.axis]
+        if not each.low <= n <= each.high:
+            return f"{each.name} is {n}; what was built answers {each.low} to {each.high}"
+        if sizes.setdefault(each.name, n) != n:
+            return f"{each.name} is both {sizes[each.name]} and {n}"
+    known = [mine[1], _contiguous(expected), *mine[3:]]
+    if list(shape) != expected or kind[:1] + kind[2:] != known[:1] + known[2:]:
+        return ""
+    return "" if _strides_differ(expected, kind[1], known[1]) else None
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

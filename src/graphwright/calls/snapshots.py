@@ -285,6 +285,44 @@ class _Joined:
         return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._tensors]
 
 
+# Of tensors by name: the dictionary that holds each, its key there, and the tensor.
+_Places = dict[str, tuple[dict[str, Any], str, torch.Tensor]]
+
+
+def _places_of_tensors(module: nn.Module) -> tuple[_Places, frozenset[str]]:
+    """Where a module has its buffers and other tensors; names of those made before each call.
+
+    A hook, of weight_norm say, makes weights anew.
+    """
+    places: _Places = {}
+    remade: set[str] = set()
+    for path, child in module.named_modules():
+        root = f"{path}." if path else ""
+        for holder in (child._buffers, child.__dict__):
+            if not isinstance(holder, dict):  # A ScriptModule shows a view.
+                continue
+            found = {
+                root + name: (holder, name, value)
+                for name, value in holder.items()
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided
+            }
+            places |= found
+            if found and holder is child.__dict__ and child._forward_pre_hooks:
+                remade |= found.keys()
+    return places, frozenset(remade)
+
+
+def _places_of_parameters(module: nn.Module) -> _Places:
+    """Where a module has its parameters, tied ones too."""
+    places: _Places = {}
+    for path, child in module.named_modules():
+        slots = child._parameters
+        for name, parameter in slots.items() if isinstance(slots, dict) else ():
+            if parameter is not None and parameter.layout is torch.strided:
+                places[f"{path}.{name}" if path else name] = (slots, name, parameter)
+    return places
+
+
 class ModuleState:
     """A snapshot of what a module holds, to put back and to compare.
 
@@ -316,27 +354,8 @@ class ModuleState:
         # Lists, dictionaries, objects and attributes, whatever holds them.
         self._held = Dependencies(module)
         self.iterators = Iterators(self._held)
-        # By name: the dictionary that holds each tensor, its key there, and the tensor.
-        self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
-        # Weights that a hook, of weight_norm say, makes anew before each call.
-        remade = set()
-        self._slots: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
-        for path, child in module.named_modules():
-            root = f"{path}." if path else ""
-            attributes = child.__dict__
-            for holder in (child._buffers, attributes):
-                if not isinstance(holder, dict):  # A ScriptModule shows a view.
-                    continue
-                for name, value in holder.items():
-                    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                        self._places[root + name] = (holder, name, value)
-                        if holder is attributes and child._forward_pre_hooks:
-                            remade.add(root + name)
-            slots = child._parameters
-            for name, parameter in slots.items() if isinstance(slots, dict) else ():
-                if parameter is not None and parameter.layout is torch.strided:
-                    self._slots[root + name] = (slots, name, parameter)
-        self._remade = frozenset(remade)
+        self._places, self._remade = _places_of_tensors(module)
+        self._slots = _places_of_parameters(module)
         self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
         memory = None if shared is None else shared._memory
         self._memory: _Memory = memory or _Memory(module, self._held, lazily=lazily)

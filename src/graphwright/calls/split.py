@@ -402,21 +402,10 @@ class _Reader:
             (inside,) = spec.children()
             place = self._shared[spec.context[0]] = len(self.parts)
             return self.read(value, inside)
-        cls = type(value)
-        layout = layout_of(cls) if spec.type is ObjectNode else None
-        if layout is not None and not (layout.slots or layout.holds):
-            names, values = _named(object.__getattribute__(value, "__dict__"))
-        elif spec.type is cls and cls in (dict, OrderedDict):
-            names, values = _named(value)
-        elif (spec.type is cls and cls in (tuple, list)) or (
-            isinstance(value, tuple) and spec.context is cls
-        ):
-            names, values = None, tuple(value)
-        else:
-            raise _OtherKind
+        is_object, names, values = _opened(value, spec)
         place = len(self.parts)
         self.values.append(value)
-        self.parts.append(_Part(cls, layout is not None, names, len(values), (), (), (), ()))
+        self.parts.append(_Part(type(value), is_object, names, len(values), (), (), (), ()))
         tensors, parts, again = [], [], []
         plain: list[tuple[int, Any, tuple[Any, ...] | None]] = []
         for at, (each, inner) in enumerate(zip(values, spec.children(), strict=True)):
@@ -433,10 +422,29 @@ class _Reader:
                 plain.append((at, each, inner.context if type(each) is torch.Size else None))
             else:
                 parts.append((at, self.read(each, inner)))
-        self.parts[place] = self.parts[place]._replace(
-            tensors=tuple(tensors), plain=tuple(plain), parts=tuple(parts), again=tuple(again)
-        )
+        found = tuple(tensors), tuple(plain), tuple(parts), tuple(again)
+        self.parts[place] = _Part(*self.parts[place][:4], *found)
         return place
+
+
+def _opened(
+    value: Any, spec: pytree.TreeSpec
+) -> tuple[bool, tuple[Any, ...] | None, tuple[Any, ...]]:
+    """Whether a part is an object, the names in it if it has any, and the values.
+
+    Raises:
+        _OtherKind: it is of another kind.
+    """
+    cls = type(value)
+    layout = layout_of(cls) if spec.type is ObjectNode else None
+    if layout is not None and not (layout.slots or layout.holds):
+        return (True, *_named(object.__getattribute__(value, "__dict__")))
+    if spec.type is cls and cls in (dict, OrderedDict):
+        return (layout is not None, *_named(value))
+    is_plain = spec.type is cls and cls in (tuple, list)
+    if is_plain or (isinstance(value, tuple) and spec.context is cls):
+        return layout is not None, None, tuple(value)
+    raise _OtherKind
 
 
 def _named(held: Mapping[Any, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

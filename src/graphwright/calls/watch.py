@@ -13,7 +13,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,29 +22,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import levels_above
-from .dependencies import (
-    PLAIN,
-    AttributesSource,
-    ClassPartsSource,
-    ClosureSource,
-    ContentSource,
-    Dependencies,
-    DictionarySource,
-    FileSource,
-    GlobalsSource,
-    LengthSource,
-    PartsSource,
-    SequenceSource,
-    SetSource,
-    SlotsSource,
-    Source,
-    compare_walks,
-    difference,
-)
-from .dictionaries import has_version, read, reader
+from .dependencies import PLAIN, Dependencies, compare_walks
+from .dictionaries import read, reader
+from .differences import difference
 from .forking import lock
 from .leaves import guard_of, without_memory
 from .snapshots import checksums
+from .sources import FastWay, Name, Source
 from .split import Args, Kwargs
 
 # What is looked at before a call is answered by what was built: its arguments and the module, its
@@ -74,7 +58,9 @@ _WARNED_OF: weakref.WeakSet[types.CodeType] = weakref.WeakSet()
 _ADDRESS = torch.Tensor.data_ptr
 _FORWARD = operator.itemgetter("forward")
 _VERSION = operator.attrgetter("_version")
+_TRAINED = operator.attrgetter("requires_grad")
 _ATTRIBUTES = operator.attrgetter("__dict__")
+_row = itertools.chain.from_iterable
 
 
 class Watched(Protocol):
@@ -85,6 +71,286 @@ class Watched(Protocol):
 
     def changed(self) -> str | None:
         """What has changed, in words, or None."""
+
+
+class _Tensors:
+    """Watched tensors: where they are, how they lie there and, if that matters, their values.
+
+    Filled in once, and never changed.
+
+    Attributes:
+        all: the tensors, as far as they have memory and may not be replaced.
+        memory: their storages.
+        subclassed: whether one is of a class that may have functions of its own.
+
+    Args:
+        found: what was found.
+        values: whether changes in place count.
+        training: whether it counts which of them are trained.
+    """
+
+    __slots__ = (
+        *("all", "memory", "subclassed", "_names", "_addresses", "_geometries", "_guard"),
+        *("_trained", "_versioned", "_counted", "_versions"),
+    )
+
+    def __init__(self, found: Dependencies, *, values: bool, training: bool) -> None:
+        named = [(str(name), tensor) for name, tensor in _with_places(found)]
+        self._names = [name for name, _ in named]
+        self.all = [tensor for _, tensor in named]
+        self.memory = [tensor.untyped_storage() for tensor in self.all]
+        self.subclassed = any(type(tensor) not in PLAIN for tensor in self.all)
+        self._addresses = list(map(_ADDRESS, self.all))
+        self._geometries = list(map(_geometry, self.all))
+        self._guard = guard_of(self.all)
+        self._trained = list(map(_TRAINED, self.all)) if training else None
+        # Inference tensors keep no version counter; they cannot change outside inference mode.
+        counted = [each for each in named if values and not each[1].is_inference()]
+        self._versioned = [name for name, _ in counted]
+        self._counted = [tensor for _, tensor in counted]
+        self._versions = list(map(_VERSION, self._counted))
+
+    def same(self) -> bool:
+        """Whether address, geometry and, if they matter, values are what they were."""
+        if list(map(_ADDRESS, self.all)) != self._addresses:
+            return False
+        plain = self._guard is not None and self._guard(*self.all)
+        if not plain and list(map(_geometry, self.all)) != self._geometries:
+            return False
+        if not self._versions:
+            return True
+        return list(map(_VERSION, self._counted)) == self._versions
+
+    def same_of_any_class(self) -> bool:
+        """The same, without the functions of the tensors' classes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.same()
+
+    def trained_as_before(self) -> bool:
+        """Whether, if that matters, those are trained that were."""
+        return self._trained is None or list(map(_TRAINED, self.all)) == self._trained
+
+    def difference(self, sums: list[int] | None) -> str | None:
+        """What has changed, in words, or None.
+
+        Args:
+            sums: checksums of the values as they were, if these differ.
+        """
+        addresses = list(map(_ADDRESS, self.all))
+        if (index := _first_difference(addresses, self._addresses)) is not None:
+            return f"the memory of {self._names[index]} moved"
+        geometries = list(map(_geometry, self.all))
+        if (index := _first_difference(geometries, self._geometries)) is not None:
+            return f"the shape, strides or dtype of {self._names[index]} changed"
+        versions = list(map(_VERSION, self._counted))
+        if (index := _first_difference(versions, self._versions)) is not None:
+            return f"{self._versioned[index]} changed in place, {HELD}"
+        if sums is not None and (index := _first_difference(checksums(self.all), sums)) is not None:
+            return (
+                f"{self._names[index]} changed in place in a way that PyTorch does not report, "
+                f"{HELD}"
+            )
+        if not self.trained_as_before():
+            return "a parameter or buffer was frozen, or is trained by now"
+        return None
+
+    def rebound(self, held: Container[int]) -> bool:
+        """Whether one is none of those that are held, by identity, has moved or lies otherwise."""
+        return any(id(tensor) not in held for tensor in self.all) or (
+            list(map(_ADDRESS, self.all)) != self._addresses
+            or list(map(_geometry, self.all)) != self._geometries
+        )
+
+    def parts(self) -> list[list[Any]]:
+        """What the check in C++ is made of: the tensors, and their versions where these count."""
+        counted = dict(zip(map(id, self._counted), self._versions, strict=True))
+        return [self.all, [counted.get(id(tensor), -1) for tensor in self.all]]
+
+
+class _Compared:
+    """What is compared with what at every call, laid out so that nearly all of it runs in C.
+
+    It is filled in once and then published as a whole: checks in other threads see all of one or
+    all of another.
+
+    Attributes:
+        found: what the module depends on; what its sources held is one thread's to change.
+        tensors: the tensors among that.
+        ordered: its sources, first those whose versions are compared.
+        owners: modules and objects whose attributes are watched.
+        attributes: the dictionaries in which the owners have their attributes.
+        dictionaries: dictionaries that hold something.
+        readers: what gives the versions of these attributes and dictionaries.
+        versions: what they gave.
+        types: the classes of modules and objects whose class is watched.
+        classes: attributes of classes of which only `forward` is watched.
+        forwards: these methods.
+        lists: lists, deques, tuples and sets.
+        items: everything in them, in a row.
+        long: containers that are watched by their length alone.
+        lengths: the lengths of the lists, then of these.
+        getters: functions that read several other values, what from, and what they gave.
+        files: variables of the files that the last ones read from. The check in C++ looks whether
+            they were written to instead.
+        unchanged: the check in Python of all of this.
+
+    Args:
+        found: what was found.
+        tensors: the tensors among that.
+        versions: of the dictionaries, taken before they were read.
+        before: what was compared before, of the same walk.
+    """
+
+    __slots__ = (
+        *("found", "tensors", "ordered", "owners", "attributes", "dictionaries", "readers"),
+        *("versions", "types", "classes", "forwards", "lists", "items", "long", "lengths"),
+        *("getters", "files", "unchanged"),
+    )
+
+    def __init__(
+        self,
+        found: Dependencies,
+        tensors: _Tensors,
+        versions: list[Any] | None = None,
+        before: _Compared | None = None,
+    ) -> None:
+        ways: dict[FastWay, list[Source]] = {way: [] for way in FastWay}
+        for source in found.sources:
+            ways[source.way()].append(source)
+        versioned = [*ways[FastWay.ATTRIBUTES], *ways[FastWay.DICTIONARY]]
+        lists, long, forwards = ways[FastWay.ITEMS], ways[FastWay.LENGTH], ways[FastWay.FORWARD]
+        self.found = found
+        self.tensors = tensors
+        self.ordered = list(_row(ways.values()))
+        self.owners = _owners(ways[FastWay.ATTRIBUTES])
+        self.attributes: list[dict[str, Any]] = list(map(_ATTRIBUTES, self.owners))
+        self.dictionaries = _owners(ways[FastWay.DICTIONARY])
+        self.readers = _readers([*self.attributes, *self.dictionaries], before)
+        if versions is None or len(versions) != len(versioned):
+            versions = _versions_of(versioned, self.readers)
+        self.versions = versions
+        self.types: list[type] = before.types if before else list(map(type, found.typed))
+        self.classes = list(map(vars, _owners(forwards)))
+        self.forwards = list(_row(s.held.values() for s in forwards))
+        self.lists = _owners(lists)
+        self.items = list(_row(s.held.values() for s in lists))
+        self.long = _owners(long)
+        self.lengths = [len(s.held) for s in lists] + list(_row(s.held.values() for s in long))
+        files = ways[FastWay.FILE]
+        self.getters = list(_row(s.getters() for s in (*ways[FastWay.VALUES], *files)))
+        self.files = list(map(vars, _owners(files)))
+        self.unchanged = self._in_python()
+
+    def versions_now(self) -> list[Any]:
+        """Versions of all dictionaries, as they are now."""
+        attributes = list(map(_ATTRIBUTES, self.owners))
+        return list(map(read, _readers([*attributes, *self.dictionaries], self)))
+
+    def in_c(self) -> Callable[[], bool] | None:
+        """The check in C++ of all of this, if there can be one."""
+        if not COMPILED:
+            return None
+        own = self.getters[: len(self.getters) - len(self.files)]
+        counted, written = len(self.lists), [*self.dictionaries, *self.files]
+        parts: list[list[Any]] = [self.owners, written, self.found.empty, self.found.typed]
+        parts += [self.types, self.classes, self.forwards, self.lists, self.lengths[:counted]]
+        parts += [self.items, self.long, self.lengths[counted:], own, *self.tensors.parts()]
+        try:
+            return COMPILED[0](*parts)
+        except Exception:  # One of the objects is of a kind that it does not know.
+            return None
+
+    def _in_python(self) -> Callable[[], bool]:
+        # Local names, which are found faster than attributes.
+        row, same = _row, operator.is_
+        attributes_of, read_version, forward = _ATTRIBUTES, read, _FORWARD
+        owners, attributes = self.owners, self.attributes
+        readers, versions = self.readers, self.versions
+        empty, typed, types_ = self.found.empty, self.found.typed, self.types
+        classes, forwards = self.classes, self.forwards
+        lists, items, sized, lengths = self.lists, self.items, self.lists + self.long, self.lengths
+        getters = [(get, of) for get, of, _ in self.getters]
+        values = [value for _, _, held in self.getters for value in held]
+        tensors = self.tensors
+        same_tensors = tensors.same_of_any_class if tensors.subclassed else tensors.same
+
+        def unchanged() -> bool:
+            try:
+                if (
+                    list(map(read_version, readers)) != versions
+                    or not all(map(same, map(attributes_of, owners), attributes))
+                    or list(map(type, typed)) != types_
+                    or any(empty)
+                    or list(map(forward, classes)) != forwards
+                ):
+                    return False
+                if sized and list(map(len, sized)) != lengths:
+                    return False
+                if lists and not all(map(same, row(lists), items)):
+                    return False
+                seen = [*row([get(of) for get, of in getters])]
+            except Exception:  # One of them is gone; of a class a base's method runs now.
+                return False
+            if len(seen) != len(values) or not all(map(same, seen, values)):
+                return False
+            return same_tensors()
+
+        return unchanged
+
+
+def _with_places(found: Dependencies) -> Iterator[tuple[Name, torch.Tensor]]:
+    """The tensors among what was found that have memory, and may not be replaced."""
+    ignores = found.ignores or (lambda tensor: False)
+    for name, tensor in found.tensors:
+        has_place = tensor.layout is torch.strided and without_memory(tensor) is None
+        if has_place and not ignores(tensor):
+            yield name, tensor
+
+
+def _owners(sources: Iterable[Source]) -> list[Any]:
+    return [source.owner for source in sources]
+
+
+def _versions_of(sources: Sequence[Source], readers: Sequence[Any]) -> list[Any]:
+    """The versions of what some sources read; None where that is not what they held."""
+    versions = list(map(read, readers))
+    for index, source in enumerate(sources):
+        if not source.holds_the_same():  # Another thread wrote to it since it was read.
+            versions[index] = None
+    return versions
+
+
+def _readers(dictionaries: Sequence[dict[Any, Any]], before: _Compared | None = None) -> list[Any]:
+    """What gives the versions of dictionaries; what gave them before, if these are the same."""
+    if before is not None:
+        known = (*before.attributes, *before.dictionaries)
+        if len(known) == len(dictionaries) and all(map(operator.is_, known, dictionaries)):
+            return before.readers
+    return list(map(reader, dictionaries))
+
+
+class _Audit:
+    """Compares a checksum of tensors' values at every Nth look.
+
+    Attributes:
+        every: N.
+        sums: the checksums, in the order of the tensors.
+        differs: whether the last comparison found other values; then each look compares.
+    """
+
+    def __init__(self, every: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.every = every
+        self.sums = checksums(tensors)
+        self.differs = False
+        self._looks = 0
+
+    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the values are the same, as far as an audit is due."""
+        self._looks += 1
+        # Once a change is found, each check looks, until it is put back.
+        if self.differs or self._looks % self.every == 0:
+            self.differs = checksums(tensors) != self.sums
+        return not self.differs
 
 
 class ModuleWatch:
@@ -102,7 +368,6 @@ class ModuleWatch:
     given to others, and no address is reused.
 
     Attributes:
-        memory: storages of all watched tensors.
         unread: names of objects that it cannot look into.
         unchanged: a fast check; it may return False if only equal values in other objects took the
             place of values, so `changed()` has to decide.
@@ -146,30 +411,42 @@ class ModuleWatch:
         )
         self._training = training
         self._owners = () if hidden is None else tuple(hidden)
-        self.audit = self._audit = audit if values else None
-        self._looks = 0
-        self._other_values = False
-        # What is found and what it is compared with are one thread's to replace.
+        # What is compared is one thread's to replace.
         self._lock = lock()
         # Of parts inside, whose changes count too.
         self._joined: list[Watched] = []
-        self._quick = _Quick()
+        # The check in C++ of what is compared, if there is one.
+        self._compiled: Callable[[], bool] | None = None
+        # How often in a row the check in Python found no change, and how often it has to before
+        # one in C++ is made.
+        self._quiet, self._patience = 0, _QUIET
         self._looks_at_all = checks == "full"
-        self.unchanged = self._quick.comparison(self) if self._looks_at_all else lambda: True
         self._begin(found or self._walk())
-        self._sums = [] if self._audit is None else checksums(self._tensors)
+        self.audit = audit if values else None
+        self._audit = None if self.audit is None else _Audit(self.audit, self._compared.tensors.all)
+        self.unchanged = self._comparison() if self._looks_at_all else lambda: True
         if self._looks_at_all and found is None:
-            _warn_of_computed(self._found)
+            _warn_of_computed(self._compared.found)
 
     @property
     def visits(self) -> Mapping[int, int]:
         """Everything that the module reaches, by identity."""
-        return self._found.visits
+        return self._compared.found.visits
 
     @property
     def objects(self) -> list[Any]:
         """The same, itself."""
-        return self._found.objects
+        return self._compared.found.objects
+
+    @property
+    def memory(self) -> list[torch.UntypedStorage]:
+        """Storages of all watched tensors."""
+        return self._compared.tensors.memory
+
+    @property
+    def tensor_ids(self) -> set[int]:
+        """The identities of all tensors that were found."""
+        return {id(tensor) for _, tensor in self._compared.found.tensors}
 
     def join(self, other: Watched) -> None:
         """From now on, notice what another notices, too."""
@@ -178,116 +455,66 @@ class ModuleWatch:
 
     def _begin(self, found: Dependencies, versions: list[Any] | None = None) -> None:
         """From now on, compare with these dependencies."""
-        self._found = found
         self.unread = tuple(found.unread)
-        ignores = found.ignores or (lambda tensor: False)
-        named = [
-            (name, t)
-            for name, t in found.tensors
-            if t.layout is torch.strided and without_memory(t) is None and not ignores(t)
-        ]
-        self._names = [str(name) for name, _ in named]
-        self._tensors = [tensor for _, tensor in named]
-        self.memory = [tensor.untyped_storage() for tensor in self._tensors]
-        self._addresses = list(map(_ADDRESS, self._tensors))
-        self._geometries = list(map(_geometry, self._tensors))
-        self._trained = [t.requires_grad for t in self._tensors] if self._training else None
-        self._subclassed = any(type(tensor) not in PLAIN for tensor in self._tensors)
-        self._guard = guard_of(self._tensors)
-        # Inference tensors keep no version counter; they cannot change outside inference mode.
-        versioned = [(name, tensor) for name, tensor in named if not tensor.is_inference()]
-        self._versioned = versioned if self.values else []
-        self._counted = [tensor for _, tensor in self._versioned]
-        self._versions = list(map(_VERSION, self._counted))
-        self._types = list(map(type, found.typed))
-        self._settle(versions)
+        tensors = _Tensors(found, values=self.values, training=self._training)
+        self._settle(found, tensors, versions)
 
-    def _settle(self, versions: list[Any] | None = None) -> None:
-        """Fill in what the fast check compares, from the current dependencies.
+    def _settle(
+        self,
+        found: Dependencies,
+        tensors: _Tensors,
+        versions: list[Any] | None = None,
+        before: _Compared | None = None,
+    ) -> None:
+        """Publish what the fast check compares; the arguments are those of `_Compared`."""
+        self._compared = _Compared(found, tensors, versions, before)
+        self._drop_compiled()
 
-        Args:
-            versions: of the dictionaries, taken before they were read.
-        """
-        found, quick = self._found, self._quick
-        # What writes to hidden keys gives a dictionary another version, too.
-        whole = [s for s in found.sources if not getattr(s, "_hidden", None)]
-        attributed = [s for s in whole if type(s) is AttributesSource and _has_plain(s.owner)]
-        dictionaries = [
-            s for s in whole if isinstance(s, DictionarySource) and has_version(s.owner)
-        ]
-        lists = [s for s in found.sources if isinstance(s, SequenceSource | SetSource)]
-        simple = [
-            s for s in found.sources if type(s) is ClassPartsSource and [*s.held] == ["forward"]
-        ]
-        long = [s for s in found.sources if type(s) is LengthSource]
-        files = [s for s in found.sources if type(s) is FileSource]
-        known = set(map(id, (*attributed, *dictionaries, *lists, *simple, *long, *files)))
-        others = [s for s in found.sources if id(s) not in known] + files
-        self._ordered = [*attributed, *dictionaries, *lists, *simple, *long, *others]
-        quick.look_at([s.owner for s in attributed], [s.owner for s in dictionaries])
-        quick.empty[:] = found.empty
-        quick.typed[:] = found.typed
-        quick.types[:] = self._types
-        quick.classes[:] = [vars(s.owner) for s in simple]
-        quick.forwards[:] = [s.held["forward"] for s in simple]
-        quick.lists[:] = [s.owner for s in lists]
-        quick.items[:] = [value for s in lists for value in s.held.values()]
-        quick.lengths[:] = [len(s.held) for s in lists]
-        quick.long[:] = [s.owner for s in long]
-        quick.long_lengths[:] = [s.held["its length"] for s in long]
-        getters = [getter for source in others for getter in _getters(source)]
-        quick.getters[:] = [(get, of) for get, of, _ in getters]
-        quick.counts[:] = [len(held) for _, _, held in getters]
-        quick.values[:] = itertools.chain.from_iterable([held for _, _, held in getters])
-        quick.files[:] = [vars(s.owner) for s in files]
-        quick.addressed[:] = self._tensors
-        quick.addresses[:] = self._addresses
-        if versions is None or len(versions) != len(attributed) + len(dictionaries):
-            versions = quick.versions_now()
-            for index, source in enumerate((*attributed, *dictionaries)):
-                if not _as_held(source):  # Another thread has written to it since it was read.
-                    versions[index] = None
-        quick.versions[:] = versions
-        quick.settled += 1
-        quick.drop_compiled()
+    def _comparison(self) -> Callable[[], bool]:
+        """The fast check."""
+        joined, training, audit = self._joined, self._training, self._audit
 
-    def compiled(self) -> Callable[[], bool] | None:
-        """The check in C++ of all but audits, gradients and other watches, if there can be one."""
-        quick = self._quick
-        if not COMPILED:
-            return None
-        counted = dict(zip(map(id, self._counted), self._versions, strict=True))
-        tensors = [counted.get(id(tensor), -1) for tensor in self._tensors]
-        try:
-            return COMPILED[0](*quick.parts(), self._tensors, tensors)
-        except Exception:  # One of the objects is of a kind that it does not know.
-            return None
+        def unchanged() -> bool:
+            check = self._compiled
+            if check is None or not check():
+                if check is not None:
+                    self._drop_compiled()
+                if not self._compared.unchanged():
+                    return False
+                self._quiet += 1
+                if WANTED and next(_looks) > _MANY:
+                    WANTED.pop()()
+                if COMPILED and self._quiet >= self._patience:
+                    self._compile()
+            # What neither check looks at.
+            if training and not self._compared.tensors.trained_as_before():
+                return False
+            if audit is not None and not audit.holds(self._compared.tensors.all):
+                return False
+            return not joined or all(other.unchanged() for other in joined)
 
-    def unaudited(self) -> bool:
-        """Whether what the check in C++ leaves out is as it was."""
-        if self._trained is not None and self._thawed():
-            return False
-        return self._audit is None or self._audited()
+        return unchanged
 
-    def same_tensors(self) -> bool:
-        """Whether geometry and, if they matter, values and requires_grad are what they were."""
-        plain = self._guard is not None and self._guard(*self._tensors)
-        if not plain and list(map(_geometry, self._tensors)) != self._geometries:
-            return False
-        if self._versions and list(map(_VERSION, self._counted)) != self._versions:
-            return False
-        if self._trained is not None and self._thawed():
-            return False
-        return self._audit is None or self._audited()
+    def _compile(self) -> None:
+        """Go on with the check in C++, if there can be one."""
+        self._quiet, compared = 0, self._compared
+        made = compared.in_c()
+        # It knows nothing of what another thread wrote before it was made.
+        with self._lock:
+            if made is None:
+                self._be_patient()
+            elif compared is self._compared and compared.unchanged():
+                self._compiled = made
 
-    def _audited(self) -> bool:
-        """Whether the values are the same, as far as an audit is due."""
-        assert self._audit is not None
-        self._looks += 1
-        # Once a change is found, each check looks, until it is put back.
-        if self._other_values or self._looks % self._audit == 0:
-            self._other_values = checksums(self._tensors) != self._sums
-        return not self._other_values
+    def _drop_compiled(self) -> None:
+        """Go on without the check in C++, which is of what was watched before."""
+        if self._compiled is not None:
+            self._be_patient()
+        self._compiled, self._quiet = None, 0
+
+    def _be_patient(self) -> None:
+        """Wait longer before the next check in C++ is made."""
+        self._patience = min(2 * self._patience, _MOST_QUIET)
 
     def let_go(self) -> None:
         """Watch nothing any more: what it has seen is kept alive by nobody."""
@@ -303,78 +530,47 @@ class ModuleWatch:
 
     def _changed(self) -> str | None:
         # Taken before anything is compared: writes of other threads meanwhile must show.
-        versions = self._quick.versions_now()
-        change, unsure = self._difference(versions)
+        compared = self._compared
+        versions = compared.versions_now()
+        change, unsure = self._difference(compared, versions)
         if change is not None:
             return change
-        if not unsure or self._found.exchange(unsure):
-            self._settle(versions)
+        if not unsure or compared.found.exchange(unsure):
+            self._settle(compared.found, compared.tensors, versions, compared)
             return None
         fresh = self._walk()
-        change = compare_walks(self._found, fresh, unsure)
+        change = compare_walks(compared.found, fresh, unsure)
         # Without what each call writes to it, another container may look like the old one.
         for owner in self._owners:
-            if change is None and owner in self._found.visits and owner not in fresh.visits:
+            if change is None and owner in compared.found.visits and owner not in fresh.visits:
                 change = "an object to which each call writes was replaced"
         if change is None:
             self._begin(fresh, versions)
         return change
 
-    def _difference(self, versions: list[Any]) -> tuple[str | None, list[Any]]:
+    def _difference(self, compared: _Compared, versions: list[Any]) -> tuple[str | None, list[Any]]:
         """What has changed, in words; and values that only another walk can compare."""
-        if any(self._found.empty):
+        found, known = compared.found, compared.versions
+        if any(found.empty):
             return "a parameter, buffer, submodule or forward hook was added", []
-        for value, before in zip(self._found.typed, self._types, strict=True):
+        for value, before in zip(found.typed, compared.types, strict=True):
             if type(value) is not before:
                 return f"a {before.__name__} became a {type(value).__name__}", []
         unsure: list[Any] = []
-        known = self._quick.versions
-        same_size = len(known) == len(versions)
-        for index, source in enumerate(self._ordered):
-            if same_size and index < len(versions) and versions[index] == known[index]:
+        for index, source in enumerate(compared.ordered):
+            if index < len(versions) and versions[index] == known[index]:
                 continue  # It has not been written to.
             try:
                 now = source.read()
             except Exception:  # The owner has become something else.
                 return f"{source.name} was replaced", []
-            change, unknown = difference(source, now, self._found.ignores)
+            change, unknown = difference(source, now, found.ignores)
             if change is not None:
                 return change, []
             unsure += unknown
-        return self._difference_of_tensors(), unsure
-
-    def _difference_of_tensors(self) -> str | None:
-        """What has changed about the watched tensors themselves, in words."""
-        addresses = list(map(_ADDRESS, self._tensors))
-        if (index := _first_difference(addresses, self._addresses)) is not None:
-            return f"the memory of {self._names[index]} moved"
-        geometries = list(map(_geometry, self._tensors))
-        if (index := _first_difference(geometries, self._geometries)) is not None:
-            return f"the shape, strides or dtype of {self._names[index]} changed"
-        versions = list(map(_VERSION, self._counted))
-        if (index := _first_difference(versions, self._versions)) is not None:
-            name = self._versioned[index][0]
-            return f"{name} changed in place, {HELD}"
-        if self._other_values:
-            sums = checksums(self._tensors)
-            if (index := _first_difference(sums, self._sums)) is not None:
-                return (
-                    f"{self._names[index]} changed in place in a way that PyTorch does not report, "
-                    f"{HELD}"
-                )
-        if self._thawed():
-            return "a parameter or buffer was frozen, or is trained by now"
-        return None
-
-    def _thawed(self) -> bool:
-        if self._trained is None:
-            return False
-        return [tensor.requires_grad for tensor in self._tensors] != self._trained
-
-    @property
-    def tensor_ids(self) -> set[int]:
-        """The identities of all tensors that were found."""
-        return {id(tensor) for _, tensor in self._found.tensors}
+        audit = self._audit
+        sums = audit.sums if audit is not None and audit.differs else None
+        return compared.tensors.difference(sums), unsure
 
     def rebound(self, held: set[int] | None = None) -> bool:
         """Whether a watched tensor is gone, has moved or changed its shape; or a part changed.
@@ -388,187 +584,7 @@ class ModuleWatch:
             return True
         if held is None:
             held = {id(tensor) for _, tensor in Dependencies(self._module).tensors}
-        return any(id(tensor) not in held for tensor in self._tensors) or (
-            list(map(_ADDRESS, self._tensors)) != self._addresses
-            or list(map(_geometry, self._tensors)) != self._geometries
-        )
-
-
-class _Quick:
-    """What is compared at every call, laid out so that nearly all of it runs in C.
-
-    Attributes:
-        owners: modules and objects whose attributes are watched.
-        dictionaries: dictionaries that hold something.
-        versions: of the owners' attributes, then of the dictionaries.
-        attributes: the dictionaries in which the owners have their attributes.
-        readers: what gives the versions.
-        empty: dictionaries that hold nothing.
-        typed: modules and objects whose class is watched.
-        types: their classes.
-        classes: attributes of classes of which only `forward` is watched.
-        forwards: these methods.
-        lists: lists, deques, tuples and sets.
-        lengths: their lengths.
-        items: everything in them, in a row.
-        long: containers that are watched by their length alone.
-        long_lengths: their lengths.
-        getters: a function that reads several other values, and what it reads them from.
-        counts: how many values each gives.
-        values: everything that these give, in a row.
-        files: variables of the files that the last ones read from. The check in C++ looks whether
-            they were written to instead.
-        addressed: tensors.
-        addresses: their addresses.
-        compiled: the check in C++ of all of this, if there is one.
-        quiet: how often in a row the check in Python found no change.
-        patience: how often it has to, before one in C++ is made.
-        settled: how often what is compared was filled in.
-    """
-
-    def __init__(self) -> None:
-        self.owners: list[Any] = []
-        self.dictionaries: list[dict[Any, Any]] = []
-        self.versions: list[Any] = []
-        self.attributes: list[dict[str, Any]] = []
-        self.readers: list[Any] = []
-        self.empty: list[Any] = []
-        self.typed: list[Any] = []
-        self.types: list[type] = []
-        self.classes: list[Any] = []
-        self.forwards: list[Any] = []
-        self.lists: list[Any] = []
-        self.lengths: list[int] = []
-        self.items: list[Any] = []
-        self.long: list[Any] = []
-        self.long_lengths: list[int] = []
-        self.getters: list[tuple[Callable[[Any], Any], Any]] = []
-        self.counts: list[int] = []
-        self.values: list[Any] = []
-        self.files: list[dict[str, Any]] = []
-        self.addressed: list[torch.Tensor] = []
-        self.addresses: list[int] = []
-        self.compiled: Callable[[], bool] | None = None
-        self.quiet = 0
-        self.patience = _QUIET
-        self.settled = 0
-
-    def drop_compiled(self) -> None:
-        """Go on without the check in C++, which is of what was watched before."""
-        if self.compiled is not None:
-            self.be_patient()
-        self.compiled, self.quiet = None, 0
-
-    def be_patient(self) -> None:
-        """Wait longer before the next check in C++ is made."""
-        self.patience = min(2 * self.patience, _MOST_QUIET)
-
-    def parts(self) -> list[list[Any]]:
-        """What the check in C++ is made of, without tensors, in its order."""
-        written = [*self.dictionaries, *self.files]
-        parts: list[list[Any]] = [self.owners, written, self.empty, self.typed, self.types]
-        parts += [self.classes, self.forwards, self.lists, self.lengths, self.items]
-        getters, begin = [], 0
-        for (get, of), count in zip(self.getters, self.counts, strict=True):
-            getters.append((get, of, tuple(self.values[begin : begin + count])))
-            begin += count
-        getters = getters[: len(getters) - len(self.files)]
-        return [*parts, self.long, self.long_lengths, getters]
-
-    def versions_now(self) -> list[Any]:
-        """Versions of all dictionaries, as they are now."""
-        attributes = list(map(_ATTRIBUTES, self.owners))
-        if not all(map(operator.is_, attributes, self.attributes)):
-            # First: until the versions are filled in, these give others.
-            self.readers[:] = map(reader, (*attributes, *self.dictionaries))
-            self.attributes[:] = attributes
-        return list(map(read, self.readers))
-
-    def look_at(self, owners: list[Any], dictionaries: list[dict[Any, Any]]) -> None:
-        """From now on, compare the versions of these owners' attributes and of dictionaries."""
-        now, known = [*owners, *dictionaries], [*self.owners, *self.dictionaries]
-        same_owners = len(owners) == len(self.owners) and len(now) == len(known)
-        if same_owners and all(map(operator.is_, now, known)):
-            return
-        attributes = list(map(_ATTRIBUTES, owners))
-        self.readers[:] = map(reader, (*attributes, *dictionaries))
-        self.attributes[:] = attributes
-        self.owners[:] = owners
-        self.dictionaries[:] = dictionaries
-
-    def comparison(self, watch: ModuleWatch) -> Callable[[], bool]:
-        """Make the fast check, which includes the tensors of a watch."""
-        # Local names, which are found faster than attributes.
-        row, same = itertools.chain.from_iterable, operator.is_
-        attributes_of, address, read_version = _ATTRIBUTES, _ADDRESS, read
-        owners, attributes = self.owners, self.attributes
-        readers, versions = self.readers, self.versions
-        empty, typed, types_ = self.empty, self.typed, self.types
-        classes, forwards = self.classes, self.forwards
-        lists, lengths, items = self.lists, self.lengths, self.items
-        getters, values = self.getters, self.values
-        long, long_lengths = self.long, self.long_lengths
-        addressed, addresses = self.addressed, self.addresses
-        tensors, joined = watch.same_tensors, watch._joined
-        looks_further = watch._training or watch._audit is not None
-
-        def unchanged() -> bool:
-            check = self.compiled
-            if check is not None:
-                if check():
-                    if looks_further and not watch.unaudited():
-                        return False
-                    return not joined or all(other.unchanged() for other in joined)
-                self.drop_compiled()
-            if not unchanged_in_python():
-                return False
-            self.quiet += 1
-            if WANTED and next(_looks) > _MANY:
-                WANTED.pop()()
-            if COMPILED and self.quiet >= self.patience:
-                self.quiet = 0
-                settled, made = self.settled, watch.compiled()
-                # It knows nothing of what another thread wrote before it was made.
-                with watch._lock:
-                    if made is None:
-                        self.be_patient()
-                    elif unchanged_in_python() and settled == self.settled:
-                        self.compiled = made
-            return True
-
-        def unchanged_in_python() -> bool:
-            if list(map(read_version, readers)) != versions:
-                return False
-            if not all(map(same, map(attributes_of, owners), attributes)):
-                return False
-            if list(map(type, typed)) != types_ or any(empty):
-                return False
-            try:
-                if list(map(_FORWARD, classes)) != forwards:
-                    return False
-            except KeyError:  # It was removed; now a base class's runs.
-                return False
-            if long and list(map(len, long)) != long_lengths:
-                return False
-            if lists and not (
-                list(map(len, lists)) == lengths and all(map(same, row(lists), items))
-            ):
-                return False
-            try:
-                seen = [*row([get(of) for get, of in getters])]
-            except Exception:  # One of them is gone.
-                return False
-            if len(seen) != len(values) or not all(map(same, seen, values)):
-                return False
-            if watch._subclassed:
-                with torch._C.DisableTorchFunctionSubclass():
-                    if list(map(address, addressed)) != addresses or not tensors():
-                        return False
-            elif list(map(address, addressed)) != addresses or not tensors():
-                return False
-            return not joined or all(other.unchanged() for other in joined)
-
-        return unchanged
+        return self._compared.tensors.rebound(held)
 
 
 @functools.cache
@@ -584,35 +600,6 @@ def _count_fused_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             torch.autograd.graph.increment_version(written)
 
 
-def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any, ...]]]:
-    """How to read a source fast: functions, what they read from, and what they gave."""
-    held = source.held
-    if isinstance(source, ClosureSource):
-        cells = source.owner.__closure__ or ()
-        # Given twice, since for one name it would return no tuple.
-        get = operator.attrgetter("cell_contents", "cell_contents")
-        names = zip(source.owner.__code__.co_freevars, cells, strict=True)
-        return [(get, cell, (held[n], held[n])) for n, cell in names if n in held]
-    if isinstance(source, ContentSource):
-        return [(_as_before, source, (*held, *held.values()))]
-    keys = tuple(held)
-    if not keys or isinstance(source, SlotsSource):  # Others may come to be there.
-        return [(_both, source, (*keys, *held.values()))]
-    twice = (held[keys[0]], *held.values())
-    if isinstance(source, GlobalsSource):
-        return [(operator.itemgetter(keys[0], *keys), source.owner, twice)]
-    if isinstance(source, ClassPartsSource):
-        return [(operator.itemgetter(keys[0], *keys), vars(source.owner), twice)]
-    if isinstance(source, PartsSource):
-        return [(operator.attrgetter(keys[0], *keys), source.owner, twice)]
-    return [(_both, source, (*keys, *held.values()))]
-
-
-def _both(source: Source) -> list[Any]:
-    now = source.read()
-    return [*now, *now.values()]
-
-
 def _warn_of_computed(found: Dependencies) -> None:
     """Warn, once for a function, that it looks up globals by names that it computes."""
     new = [(code, what) for code, what in found.computed.items() if code not in _WARNED_OF]
@@ -626,12 +613,6 @@ def _warn_of_computed(found: Dependencies) -> None:
         RuntimeWarning,
         stacklevel=levels_above(),
     )
-
-
-def _as_before(source: Source) -> list[Any]:
-    """The very things that a source held, if what it holds now is equal."""
-    held, now = source.held, source.read()
-    return [*held, *held.values()] if now == held else [*now, *now.values()]
 
 
 def cost_in_words(watch: ModuleWatch) -> list[str]:
@@ -667,19 +648,3 @@ def _first_difference(new: Sequence[Any], old: Sequence[Any]) -> int | None:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-def _has_plain(owner: Any) -> bool:
-    """Whether an object has its attributes where it says that they are."""
-    try:
-        return _ATTRIBUTES(owner) is object.__getattribute__(owner, "__dict__")
-    except Exception:
-        return False
-
-
-def _as_held(source: Source) -> bool:
-    """Whether a source holds the very things that it held when it was found."""
-    now, held = source.read(), source.held
-    return len(now) == len(held) and all(
-        map(operator.is_, (*now, *now.values()), (*held, *held.values()))
-    )

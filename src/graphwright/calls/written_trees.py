@@ -12,7 +12,7 @@ import enum
 import importlib
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -95,21 +95,11 @@ def tree_of(
     try:
         known = json.loads(text)
         named, registered = _classes(known)
-        unknown = registered - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE)
         if imports:
-            for name in sorted(unknown):
-                importlib.import_module(name.rpartition(".")[0])
-            for name in sorted(named):
-                importlib.import_module(name.partition(":")[0])
-            unknown = set()
+            _import(named, registered)
+        unknown = set() if imports else registered - _imported()
         missing = {name for name in named if _class_of(name) is None}
-        allowed = _ALLOWED.get() or set()
-        if imports:
-            allowed |= named
-        if objects is not None:
-            allowed |= {name for name in named if _package_of(name) in objects}
-        if _ALLOWED.get() is not None:
-            _ALLOWED.set(allowed)
+        allowed = _allowed(named if imports else _of_packages(named, objects or ()))
         forbidden = named - missing - allowed
         if not (unknown or missing or forbidden):
             return _read(known, given)
@@ -128,6 +118,33 @@ def tree_of(
         f"Arguments or results are objects of {names}, and a file may not make these by itself.",
         remedy="Pass the model, or load with trust=True.",
     )
+
+
+def _import(named: Collection[str], registered: set[str]) -> None:
+    """Import the modules that define some classes, those that are registered first."""
+    for name in sorted(registered - _imported()):
+        importlib.import_module(name.rpartition(".")[0])
+    for name in sorted(named):
+        importlib.import_module(name.partition(":")[0])
+
+
+def _imported() -> set[str]:
+    """The names of registered classes that are imported here."""
+    return set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE)
+
+
+def _of_packages(named: set[str], packages: Collection[str]) -> set[str]:
+    """Those classes that some packages define."""
+    return {name for name in named if _package_of(name) in packages}
+
+
+def _allowed(more: set[str]) -> set[str]:
+    """What may be built by now, in the file that is read, with some more."""
+    known = _ALLOWED.get()
+    if known is None:
+        return more
+    _ALLOWED.set(known | more)
+    return known | more
 
 
 # Objects.
@@ -176,32 +193,43 @@ def _context_of(spec: pytree.TreeSpec) -> Json:
 
 def _read_context(node: type, known: Json, given: int) -> Any:
     """Inverse of `_context_of`; raises for anything else."""
-    if node is ObjectNode:
-        name, names, holds = known
-        cls = _class_of(name)
-        layout = None if cls is None else layout_of(cls)
-        if cls is None or layout is None or layout.holds is not holds:
-            raise ValueError(f"{name} cannot be built")
-        slots = {slot for slot, _ in layout.slots}
-        named = all(type(n) is str and not n.startswith("__") for n in names)
-        if not named or not all(layout.has_dict or n in slots for n in names):
-            raise ValueError(f"{name} has no such attributes")
-        return Kind(cls, tuple(names), holds)
-    if node is Shared:
-        number, places = map(int, known)
-        return number, places
-    if node is Again:
-        return int(known)
-    if node is GivenNode:
-        if type(known) is not int or not 0 <= known < given:
-            raise ValueError(f"the caller gives no object {known!r:.20}")
-        return known
-    if node is SetNode:
-        kind, values = known
-        cls = {"set": set, "frozenset": frozenset}[kind]
-        return SetKind(cls, tuple([(type(value), value) for value in values]))
-    if node is not Constant:
+    read = _CONTEXTS.get(node)
+    if read is None:
         raise ValueError(f"there is no {node.__name__} in a file")
+    return read(known, given)
+
+
+def _read_kind(known: Json, given: int) -> Kind:
+    name, names, holds = known
+    cls = _class_of(name)
+    layout = None if cls is None else layout_of(cls)
+    if cls is None or layout is None or layout.holds is not holds:
+        raise ValueError(f"{name} cannot be built")
+    slots = {slot for slot, _ in layout.slots}
+    named = all(type(n) is str and not n.startswith("__") for n in names)
+    if not named or not all(layout.has_dict or n in slots for n in names):
+        raise ValueError(f"{name} has no such attributes")
+    return Kind(cls, tuple(names), holds)
+
+
+def _read_shared(known: Json, given: int) -> tuple[int, int]:
+    number, places = map(int, known)
+    return number, places
+
+
+def _read_given(known: Json, given: int) -> int:
+    if type(known) is not int or not 0 <= known < given:
+        raise ValueError(f"the caller gives no object {known!r:.20}")
+    return known
+
+
+def _read_set(known: Json, given: int) -> SetKind:
+    kind, values = known
+    cls = {"set": set, "frozenset": frozenset}[kind]
+    return SetKind(cls, tuple([(type(value), value) for value in values]))
+
+
+def _read_constant(known: Json, given: int) -> tuple[type, Any]:
     ((kind, name), *more) = known.items()
     if kind == "size":
         return torch.Size, torch.Size(map(int, name))
@@ -218,6 +246,16 @@ def _read_context(node: type, known: Json, given: int) -> Any:
     if kind == "class":
         return type(cls), cls
     raise ValueError(f"there is no constant of kind {kind!r:.40}")
+
+
+_CONTEXTS: dict[type, Callable[[Json, int], Any]] = {
+    ObjectNode: _read_kind,
+    Shared: _read_shared,
+    Again: lambda known, given: int(known),
+    GivenNode: _read_given,
+    SetNode: _read_set,
+    Constant: _read_constant,
+}
 
 
 def _package_of(name: str) -> str:

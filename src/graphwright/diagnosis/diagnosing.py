@@ -22,7 +22,7 @@ from ..calls.options import (
 from ..calls.plurals import counted
 from ..calls.split import flatten
 from ..dispatch.graphed_callable import GraphedCallable
-from ..dispatch.graphed_module import GraphedModule
+from ..dispatch.graphed_module import GraphedModule, graphs_of
 from ..errors import CaptureError, OptionError, SignatureError, first_line
 from ..evaluation.accuracy import difference
 from ..graphs.captured_call import CapturedCall, RunResult
@@ -108,8 +108,8 @@ def _graph_of(
             raise OptionError("The graph of a training step cannot be compared with eager.")
         _ = graphed.recorded  # Raises where it cannot be replayed.
         return graphed
-    graphs = graphed._graphs if isinstance(graphed, GraphedModule) else graphed
-    assert isinstance(graphs, GraphedCallable)
+    graphs = graphs_of(graphed)
+    assert graphs is not None
     found = graphs.graph_for(args, kwargs)
     if found is None:
         graphs.prepare([(args, kwargs)])

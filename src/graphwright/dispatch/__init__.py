@@ -1,7 +1,8 @@
 """graph(): answer each call by the graph for its signature or bucket, else run it eagerly.
 
-This room caches graphs, decides when to capture, and counts how calls went. How a graph is recorded
-belongs to graphs; padding and its proof belong to shapes. Begin with graphed_callable.
+This room caches graphs, decides when to capture, and counts how calls went. Why a call is eager is
+in decision, and what becomes of it in fallback: all that answers calls uses these two. How a graph
+is recorded belongs to graphs; padding and its proof belong to shapes. Begin with graphed_callable.
 """
 
 from .graphed_callable import GraphedCallable as GraphedCallable

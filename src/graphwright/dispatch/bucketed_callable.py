@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from ..calls.leaves import are_plain
 from ..calls.modules import FunctionModule
 from ..calls.signature import CallSignature, inside_transform, quick_key
-from ..calls.split import Args, Kwargs, flatten, unflatten
+from ..calls.split import Args, Kwargs, flatten, require_grad, unflatten
 from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
@@ -36,26 +36,24 @@ from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
 from ..shapes.positions import HOLDS_POSITIONS
-from ..shapes.selection import MAX_FAMILIES, BucketSelector
+from ..shapes.selection import MAX_FAMILIES, Answer, BucketSelector
+from .decision import SHARED, UNCAPTURED, UNFITTING, UNPAID, Miss
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache
 from .graphed_callable import (
     MAX_QUICK,
-    SHARED,
-    UNCAPTURED,
-    UNPAID,
     GraphedCallable,
-    Miss,
+    SizesAnswered,
     UncapturedCall,
     compare,
     name_of,
 )
-from .statistics import Tally
 
 # Failed proofs after which a family of calls stays eager.
 _MAX_FAILURES = 3
 # Kinds of calls with objects that have graphs.
 _MAX_WITH_OBJECTS = 8
+_NO_SIZES = "no dynamic sizes"
 _MANY_OBJECTS = (
     "the objects of most calls differ in more than their tensors, in a number that counts, say"
 )
@@ -88,7 +86,6 @@ class BucketedCallable(GraphedCallable):
     """A function or module whose calls are answered by buckets; made by `graph(buckets=…)`."""
 
     _takes_objects = False
-    _in_parts = False  # Their sizes vary.
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class BucketedCallable(GraphedCallable):
         **options: Any,
     ) -> None:
         super().__init__(fn, **options)
-        if split and self._outputs == "static":
+        if split and self._given.outputs == "static":
             raise OptionError(
                 "A call that is split needs the outputs of several replays, and outputs='static' "
                 "keeps those of one.",
@@ -110,12 +107,13 @@ class BucketedCallable(GraphedCallable):
         self._selector = BucketSelector(
             fn, buckets, dynamic_shapes=dynamic_shapes, pad=pad, split=split, pool=self.pool
         )
-        if len(buckets.points) > self._max_graphs:
+        if len(buckets.points) > self._given.max_graphs:
+            most = self._given.max_graphs
             raise OptionError(
-                f"There are {len(buckets.points)} buckets, and max_graphs is {self._max_graphs}.",
+                f"There are {len(buckets.points)} buckets, and max_graphs is {most}.",
                 remedy="Raise max_graphs, or take fewer buckets.",
             )
-        self._tally = Tally(buckets.names)
+        self._tally.names = buckets.names
         self._recent_bucket: CacheEntry | None = None
         # What answers calls with objects, by all of these but their tensors; or why nothing does.
         self._with_objects: dict[Any, _OfTensors | SignatureError] = {}
@@ -131,7 +129,7 @@ class BucketedCallable(GraphedCallable):
         except SignatureError as error:
             if plain:
                 return MISS  # It is refused by name, as other calls are.
-            return self._missed("no dynamic sizes", in_a_row(error), args, kwargs)
+            return self._missed(Miss(_NO_SIZES, in_a_row(error)), args, kwargs)
         if plain and apart.kind not in self._give_objects:
             return MISS
         return self._answer_by_tensors(apart, args, kwargs)
@@ -141,12 +139,10 @@ class BucketedCallable(GraphedCallable):
         try:
             known = self._of_tensors(apart, args, kwargs)
         except SignatureError as error:
-            return self._missed("no dynamic sizes", error.what, args, kwargs)
+            return self._missed(Miss(_NO_SIZES, error.what), args, kwargs)
         if known is None:
-            return self._missed(UNPAID, _MANY_OBJECTS, args, kwargs)
-        result = known.answer(*args, **kwargs)
-        self._last_miss, known._last_miss = known._last_miss or self._last_miss, None
-        return result
+            return self._missed(Miss(UNPAID, _MANY_OBJECTS), args, kwargs)
+        return known.answer(*args, **kwargs)
 
     def _of_tensors(self, call: ApartCall, args: Args, kwargs: Kwargs) -> _OfTensors | None:
         """What answers a call with objects by its tensors; None if there are too many kinds.
@@ -196,7 +192,8 @@ class BucketedCallable(GraphedCallable):
         try:
             return self._answer_from_buckets(call)
         except Busy as error:
-            return self._missed("other threads were at work", error.what, call.args, call.kwargs)
+            missed = Miss("other threads were at work", error.what)
+            return self._missed(missed, call.args, call.kwargs)
 
     def _answer_from_buckets(self, call: UncapturedCall) -> Any:
         selector, state = self._selector, call.state
@@ -205,12 +202,12 @@ class BucketedCallable(GraphedCallable):
         try:
             family, sizes = selector.family(state.families, call.signature, args, kwargs, call.grad)
         except SignatureError as error:
-            return self._missed("no dynamic sizes", error.what, args, kwargs)
+            return self._missed(Miss(_NO_SIZES, error.what), args, kwargs)
         if family is None:
             if sizes in selector.buckets.points:
                 return self._capture_and_answer(call, sizes)
             why = "an argument's dimensions lie in memory in another order than a bucket's"
-            return self._missed("another order in memory", why, args, kwargs, sizes)
+            return self._missed(Miss("another order in memory", why, sizes), args, kwargs)
         if any(family is other for other in known) or self.on_miss != "capture":
             return self._answer_from_family(call, family, sizes)
         # A family has proofs and graphs of its own, as for a plain value that is new in each call.
@@ -219,7 +216,8 @@ class BucketedCallable(GraphedCallable):
             if capture.allowed:
                 return self._answer_from_family(call, family, sizes)
         state.families = known
-        return self._answer_miss(self._postpone(call, is_new=is_new), args, kwargs, sizes)
+        missed = self._postpone(call, is_new=is_new)
+        return self._missed(replace(missed, sizes=sizes), args, kwargs)
 
     def _sight(self, call: UncapturedCall) -> tuple[bool, bool]:
         is_new, comes_back = super()._sight(call)
@@ -235,36 +233,38 @@ class BucketedCallable(GraphedCallable):
     def _answer_from_family(
         self, call: UncapturedCall, family: ShapeFamily, sizes: tuple[int, ...]
     ) -> Any:
-        selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
         if self.on_miss != "capture" and not family.prepared:
-            why = "prepare() was not called for this kind"
-            prepared = [each for each in state.families if each.prepared]
-            if prepared:
-                how = prepared[-1].signature.difference(call.signature, "prepared")
-                why += f": {how}" if how else ""
-            return self._missed("no graph fits", why, args, kwargs, sizes)
+            why = self._why_unprepared(call)
+            return self._missed(Miss(UNFITTING, why, sizes), args, kwargs)
         try:
             gives_objects = family.returns_objects()
-            answer = None if gives_objects else selector.answer(family, sizes)
+            answer = None if gives_objects else self._selector.answer(family, sizes)
         except Busy:
             raise  # Other threads were in the way.
         except CaptureError as error:
             self._count_failure(call, family, error.what)
-            return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
-        if gives_objects:
+            return self._missed(Miss(UNCAPTURED, error.what, sizes), args, kwargs)
+        if answer is None:
             apart = ApartCall.of(args, kwargs)
             self._give_objects.add(apart.kind)
             return self._answer_by_tensors(apart, args, kwargs)
-        assert answer is not None
+        state = call.state
         state.failed = [each for each in state.failed if not _is_of(call, *each)]
+        return self._answer_from_bucket(call, family, answer, sizes)
+
+    def _answer_from_bucket(
+        self, call: UncapturedCall, family: ShapeFamily, answer: Answer, sizes: tuple[int, ...]
+    ) -> Any:
+        """Answer a call as the buckets of its family allow."""
+        selector, args, kwargs = self._selector, call.args, call.kwargs
         if answer.above is not None and selector.split:
             chunks = selector.chunks(family, sizes, answer.above)
             if not isinstance(chunks, str):
                 return self._answer_in_chunks(call, family, answer.above, *chunks, sizes)
-            return self._missed("it cannot be split", chunks, args, kwargs, sizes)
+            return self._missed(Miss("it cannot be split", chunks, sizes), args, kwargs)
         if answer.reason is not None:
-            return self._missed(answer.category, answer.reason, args, kwargs, sizes)
+            return self._missed(Miss(answer.category, answer.reason, sizes), args, kwargs)
         if family.sets_up is not None:
             # This call itself has to set it up, not a padded one.
             return self._capture_and_answer(call, sizes)
@@ -273,6 +273,13 @@ class BucketedCallable(GraphedCallable):
         if plan is None:
             return self._capture_and_answer(call, sizes)
         return self._pad_and_answer(call, family, plan, leaves)
+
+    def _why_unprepared(self, call: UncapturedCall) -> str:
+        """Why no graph fits a call for whose family prepare() was not called."""
+        why = "prepare() was not called for this kind"
+        prepared = [each for each in call.state.families if each.prepared]
+        how = prepared[-1].signature.difference(call.signature, "prepared") if prepared else None
+        return f"{why}: {how}" if how else why
 
     def _count_failure(self, call: UncapturedCall, family: ShapeFamily, why: str) -> None:
         """Note that a family's proofs could not be made.
@@ -299,20 +306,20 @@ class BucketedCallable(GraphedCallable):
         captures = self._entries.captures
         entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
-            return self._answer_miss(entry, args, kwargs, plan.sizes)
+            return self._missed(replace(entry, sizes=plan.sizes), args, kwargs)
         graph = entry.graph
         assert graph is not None
         entry.sizes = plan.bucket
         if family.signature.overlap and graph.written:
             why = "it writes to an argument that shares memory with another one"
-            return self._missed(PADDING, why, args, kwargs, plan.sizes)
+            return self._missed(Miss(PADDING, why, plan.sizes), args, kwargs)
         if plan.sizes != plan.bucket and not family.is_checked(plan):
             if entry.pure:
                 wrong = family.check(plan, graph.run, args, kwargs)
             else:
                 wrong = family.check_eagerly(plan)
             if wrong is not None:
-                return self._missed(PADDING, wrong, args, kwargs, plan.sizes)
+                return self._missed(Miss(PADDING, wrong, plan.sizes), args, kwargs)
         padded_call = _PaddedCall(
             entry,
             plan,
@@ -335,7 +342,7 @@ class BucketedCallable(GraphedCallable):
         if len(args) != padded_call.positional or len(kwargs) != len(names) or not entry.ready:
             return self._find(args, kwargs)
         try:
-            leaves = (*args, *[kwargs[name] for name in names])
+            leaves = (*args, *map(kwargs.__getitem__, names))
         except KeyError:
             return self._find(args, kwargs)
         if not are_plain(leaves) or inside_transform() or capturing_now():
@@ -343,11 +350,10 @@ class BucketedCallable(GraphedCallable):
         for leaf, stride in zip(leaves, padded_call.strides, strict=True):
             if leaf.stride() != stride:
                 return self._find(args, kwargs)
-        if torch.is_grad_enabled() and (
-            entry.state.training or any(leaf.requires_grad for leaf in leaves)
-        ):
+        with_grad = torch.is_grad_enabled()
+        if with_grad and (entry.state.training or require_grad(leaves, {})):
             return self._find(args, kwargs)
-        if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
+        if entry.grad not in (None, with_grad):
             return self._find(args, kwargs)
         values = plan.pad(leaves)
         padded = tuple(values[: padded_call.positional])
@@ -383,7 +389,7 @@ class BucketedCallable(GraphedCallable):
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
-            return self._missed(SHARED, error.what, args, kwargs, plan.sizes)
+            return self._missed(Miss(SHARED, error.what, plan.sizes), args, kwargs)
         watch = entry.state.watch
         if entry.pure and not watch.unchanged() and watch.changed() is not None:
             return self._find(args, kwargs)
@@ -430,19 +436,13 @@ class BucketedCallable(GraphedCallable):
             tally.audits += 1
         return result
 
-    def _missed(
-        self,
-        category: str,
-        reason: str,
-        args: Args,
-        kwargs: Kwargs,
-        sizes: tuple[int, ...] | None = None,
-        *,
-        as_called: bool = False,
-    ) -> Any:
-        if category == PADDING and self.on_miss == "error":
-            raise self._padding_error(reason)
-        return super()._missed(category, reason, args, kwargs, sizes, as_called=as_called)
+    def _refuse_miss(self, missed: Miss) -> None:
+        if missed.category == PADDING:
+            raise self._padding_error(missed.reason)
+        super()._refuse_miss(missed)
+
+    def _may_have_parts(self) -> bool:
+        return False  # Their sizes vary.
 
     def _forget(self, entry: CacheEntry) -> None:
         super()._forget(entry)
@@ -543,6 +543,11 @@ class BucketedCallable(GraphedCallable):
             f"{name_of(self.fn)} may not be padded to a bucket: {why}.", remedy=remedy
         )
 
+    def sizes(self) -> SizesAnswered:
+        """The sizes that calls are padded to."""
+        mine = self._selector
+        return SizesAnswered(mine.buckets, mine.dimensions.shapes, mine.dimensions.pad)
+
     def _options(self) -> dict[str, Any]:
         mine = self._selector
         return {
@@ -575,7 +580,7 @@ class _OfTensors(BucketedCallable):
         mine, its = self._selector.dimensions, owner._selector.dimensions
         mine.bounds = its.bounds
         mine.name_arguments(call.names)
-        self._tally, self._warned = owner._tally, owner._warned
+        self._tally, self._fallback = owner._tally, owner._fallback
         self.call = call
         self.answer = with_objects(self, call.signature, taken.made(0, call.tensors))
 

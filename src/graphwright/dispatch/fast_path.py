@@ -129,31 +129,14 @@ def _fast(
         expected: what `lasting_switches` has to return.
     """
     # Local names are found faster than globals and attributes.
-    grad_is_on = torch.is_grad_enabled
-    modes = torch._C._len_torch_dispatch_stack
     functions, unseen = torch._C._len_torch_function_stack, torch._C.DisableTorchFunction
+    in_python = _fitting_in_python(guard, count, names, any_order, quiet)
     changed_last_time = False
     compiled: FittingTensors | None = None
     made = 0
 
     def as_before() -> bool:
         return lasting_switches() == expected and unchanged()
-
-    def in_python(args: Args, kwargs: Kwargs) -> Args | None:
-        """The tensors of a call that fits, keyword arguments last; else None."""
-        if len(args) != count or len(kwargs) != len(names):
-            return None
-        if kwargs:
-            if (*kwargs,) == names:  # Written out, since it is done at each call.
-                args = (*args, *kwargs.values())
-            elif (named := in_order_of(names, kwargs, any_order)) is not None:
-                args = (*args, *named)
-            else:
-                return None
-        # The guard sees neither make_fx's mode nor the tangents of forward AD.
-        if modes() or forward_ad._current_level >= 0 or not fitting(guard, args):
-            return None
-        return None if not quiet and grad_is_on() else args
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
         nonlocal changed_last_time, compiled, made
@@ -190,3 +173,30 @@ def _fast(
         return MISS if changed_last_time else result
 
     return fast
+
+
+def _fitting_in_python(
+    guard: Callable[..., bool], count: int, names: tuple[str, ...], any_order: bool, quiet: bool
+) -> Callable[[Args, Kwargs], Args | None]:
+    """What gives the tensors of a call that fits, keyword arguments last; else None.
+
+    The arguments are as for `_fast`.
+    """
+    grad_is_on, modes = torch.is_grad_enabled, torch._C._len_torch_dispatch_stack
+
+    def in_python(args: Args, kwargs: Kwargs) -> Args | None:
+        if len(args) != count or len(kwargs) != len(names):
+            return None
+        if kwargs:
+            if (*kwargs,) == names:  # Written out, since it is done at each call.
+                args = (*args, *kwargs.values())
+            elif (named := in_order_of(names, kwargs, any_order)) is not None:
+                args = (*args, *named)
+            else:
+                return None
+        # The guard sees neither make_fx's mode nor the tangents of forward AD.
+        if modes() or forward_ad._current_level >= 0 or not fitting(guard, args):
+            return None
+        return None if not quiet and grad_is_on() else args
+
+    return in_python

@@ -13,7 +13,7 @@ import gc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -51,11 +51,10 @@ from ..errors import (
     VerificationError,
     in_a_row,
     in_words,
-    warn_of_fallback,
 )
 from ..evaluation.accuracy import difference
 from ..graphs import capture_budget
-from ..graphs.capture_budget import WORTH_CALLS, Looks, now
+from ..graphs.capture_budget import WORTH_CALLS, Capture, now
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tensors
@@ -66,34 +65,38 @@ from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, progress_shown
-from ..shapes.buckets import PADDING
 from .carried_state import CarriedState, reached
+from .decision import (
+    FIRST_CARRIED,
+    LIMIT,
+    SHARED,
+    TRANSFORMED,
+    UNCAPTURED,
+    UNFITTING,
+    UNKNOWN_ARGUMENT,
+    Miss,
+    Way,
+    shut,
+)
+from .fallback import Fallback, Words
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import MAX_BARE, CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
 from .statistics import CallStatistics, Tally, both, explained, summary, to_html
+from .waiting import Refused, WaitingCalls
 
 if TYPE_CHECKING:
+    from ..shapes.buckets import Buckets
     from ..shapes.verdicts import Verdicts
 
 OnMiss = Literal["capture", "eager", "error"]
 
-# Why calls are eager, by category; a caller is warned of some of them, once for each reason.
-UNCAPTURED = "it cannot be captured"
-_LIMIT = "the pool's limit"
-SHARED = "an argument shares memory with a tensor of the call's own"
-_UNKNOWN_ARGUMENT = "an argument that cannot be captured"
-UNPAID = "capturing does not pay off"
-FIRST = "the first call with objects of these shapes"
-NOT_YET = "not captured yet"
+# Calls that are eager on purpose, to time what answers them otherwise.
 _BESIDE = "timed beside calls in segments"
 _BESIDE_CARRIED = "timed beside calls that are given what others have left"
-_FIRST_CARRIED = "the first call that reads an attribute and then sets it"
 # Shapes and values of calls of which it is remembered what answers them.
 MAX_QUICK = 1 << 16
-# Signatures of which it is remembered that they were refused.
-_MAX_REFUSED = 1024
 # Devices where calls in segments are timed beside eager ones, and calls before that; and the same
 # for calls that are given what others have left in attributes, on any device.
 _TIMED = frozenset({"cuda"})
@@ -102,8 +105,6 @@ _FIRST_CARRIED_CALLS = 5
 # States without a graph that are remembered where hardly any comes back: each takes a while to
 # compare.
 _FEW_BARE = 3
-# New kinds of calls in a row, of which none comes back, before a caller is told.
-_MANY_NEW = 16
 # At rest, the clock is read at one call of so many: it costs half of what such a call adds.
 _CALLS_A_CLOCK = 8
 # States in a row that prepare() captures graphs for.
@@ -113,12 +114,20 @@ _MOST_CARRIED = 4
 # Graphs of a submodule, where there is none for the whole module.
 _PART_GRAPHS = 4
 _RUNS_IN_PARTS = "runs in parts"
-# Kinds of calls with objects that are remembered.
-_MAX_SEEN = 4096
 # Seconds that a capture counts for which other threads left no room.
 _BUSY_S = 0.01
-# Eager calls of these kinds are told apart by their reasons, others by their kind alone.
-_TOLD_BY_REASON = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How graphs are made and kept; as for `graph()`, but for the pool."""
+
+    outputs: Outputs
+    on_miss: OnMiss
+    max_graphs: int
+    audit: int | None
+    breaks: Breaks
+    checks: Checks
 
 
 class GraphedCallable(FunctionStandIn):
@@ -134,12 +143,6 @@ class GraphedCallable(FunctionStandIn):
 
     # Whether objects among the arguments are taken apart.
     _takes_objects = True
-    # Whether submodules may be answered by graphs where there is none for the whole.
-    _in_parts = True
-    # Whether this answers the calls of such a submodule.
-    _is_part = False
-    # Whether attributes that a call reads and sets may be carried from call to call, so often.
-    _may_carry = _MOST_CARRIED
 
     def __init__(
         self,
@@ -169,12 +172,10 @@ class GraphedCallable(FunctionStandIn):
         self._owns_pool = pool is None
         self.pool = MemoryPool() if pool is None else pool
         self.on_miss = on_miss
-        self._outputs: Outputs = outputs
-        self._max_graphs = max_graphs
+        self._given = GraphOptions(outputs, on_miss, max_graphs, audit, breaks, checks)
         self._audit_every = audit
         self._tally = Tally()
-        self._breaks: Breaks = breaks
-        self._in_parts = self._in_parts and breaks != "never"
+        self._fallback = self._make_fallback()
         self._entries = GraphCache(
             fn,
             self.pool,
@@ -193,39 +194,26 @@ class GraphedCallable(FunctionStandIn):
         self._quick: dict[Any, Any] = {}
         # By their names: in which order keyword arguments came first, where it makes no difference.
         self._orders: dict[frozenset[str], tuple[str, ...]] = {}
-        self._last_miss: str | None = None
-        self._warned: set[str] = set()
-        # Calls that have no graph, which takes a while to find out.
-        self._refused: dict[CallSignature, _Refused] = {}
-        # Of calls with objects, by `objects_key`: those that were eager once, and whether a graph
-        # was captured for one.
-        self._seen: dict[Any, bool] = {}
+        self._waiting = WaitingCalls()
+        # What answers calls eagerly, at next to no cost, until the next look is due.
+        self._rest: Shortcut | None = None
         # A module's parts that are answered by graphs, once there is none for the whole.
         self._parts: GraphedParts | None = None
-        # What calls leave in attributes for the next ones, and what answers calls given it.
+        # What answers calls that are given what others have left in attributes, if need be.
         self._carried: _Carried | None = None
-        # What carries the state that this answers calls with, if that is what it is for.
-        self._carries_for: GraphedCallable | None = None
-        # Calls that were counted by what is closed.
-        self._counted: CallStatistics | None = None
-        self._begin_anew()
+        self._carrying = _Carrying(fn)
         self._closed = False
         if not isinstance(fn, nn.Module):
             self._look_like(fn)
 
+    def _make_fallback(self) -> Fallback:
+        """What becomes of calls that no graph answers."""
+        return Fallback(functools.partial(_words, self.fn), self.on_miss, self._tally.count_eager)
+
     def _begin_anew(self) -> None:
         """Forget which calls have had no graph."""
-        # Calls without a graph, in a row; and why the last one had none.
-        self._looks = Looks()
-        self._rests_for, self._why_rests = NOT_YET, ""
-        # What answers calls eagerly, at next to no cost, until the next look is due.
-        self._rest: Shortcut | None = None
-        # What keeps captures from paying off, in words, by its cause.
-        self._unpaid: dict[str, str] = {}
-        # New kinds of calls that wait, none of which has come back so far.
-        self._new_kinds = 0
-        # Why the last capture was refused, if that was the last one.
-        self._last_refusal: str | None = None
+        self._waiting.begin_anew()
+        self._rest = None
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -358,7 +346,7 @@ class GraphedCallable(FunctionStandIn):
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
-            return self._missed(SHARED, error.what, args, kwargs)
+            return self._missed(Miss(SHARED, error.what), args, kwargs)
         self._count(entry, graph)
         if entry.ready and entry is not self._recent:
             self._used(entry, args, kwargs)
@@ -372,7 +360,7 @@ class GraphedCallable(FunctionStandIn):
     def _count(self, entry: CacheEntry, graph: CapturedCall) -> None:
         """Count a call that was answered by the graph, or eagerly if its segments were given up."""
         if graph.was_eager:
-            self._tally.eager_for(UNCAPTURED)[0] += 1
+            self._fallback.count(UNCAPTURED)
         else:
             entry.hits += 1
         if graph.given_up is not None:
@@ -392,7 +380,7 @@ class GraphedCallable(FunctionStandIn):
             self._quick[key] = entry
         self._entries.touch(entry)
 
-    def _find(self, args: Args, kwargs: Kwargs, refused: _Refused | None = None) -> Any:
+    def _find(self, args: Args, kwargs: Kwargs, refused: Refused | None = None) -> Any:
         """Answer a call outside of the fast path.
 
         Args:
@@ -402,51 +390,79 @@ class GraphedCallable(FunctionStandIn):
         """
         entered = now()
         captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
-        if inside_func() if captured else inside_transform():
-            warn_if_traced(self, "graph")
-            return self._run_as_is("traced or transformed", args, kwargs)
-        # A training step that is captured wants gradients too.
-        if torch.is_grad_enabled() and (require_grad(args, kwargs) or self._entries.in_training()):
-            return self._run_as_is("gradients are wanted", args, kwargs)
-        if self._closed:
-            return self._run_eagerly("closed", args, kwargs)
-        if captured:
-            return self._run_eagerly("inside another capture", args, kwargs)
+        transformed = inside_func() if captured else inside_transform()
+        missed = shut(
+            transformed=transformed,
+            wants_grad=torch.is_grad_enabled()
+            and not transformed
+            and self._is_for_training(args, kwargs),
+            closed=self._closed,
+            captured=captured,
+        )
+        if missed is not None:
+            return self._answer_shut(missed, args, kwargs)
         kwargs = self._in_one_order(kwargs)
         result = self._answer_apart(args, kwargs)
         if result is not MISS:
             return result
+        found = self._decide(args, kwargs, refused, entered)
+        if isinstance(found, CacheEntry):
+            return self._answer(found, args, kwargs)
+        if isinstance(found, Miss):
+            return self._missed(found, args, kwargs)
+        return self._answer_uncaptured(found)
+
+    def _is_for_training(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call wants gradients, if these are on."""
+        return require_grad(args, kwargs) or self._entries.in_training()
+
+    def _decide(
+        self, args: Args, kwargs: Kwargs, refused: Refused | None, entered: float
+    ) -> CacheEntry | Miss | UncapturedCall:
+        """The graph for a call that has passed the gates, or why none answers it, if there is one.
+
+        A call for which there is neither is described.
+
+        Args:
+            args: of the call.
+            kwargs: likewise, in one order.
+            refused: as for `_find`.
+            entered: when the search for the graph began.
+        """
+        waiting = self._waiting
         if self.on_miss == "capture":
             # To describe the call, and to compare the module, takes a while.
-            if self._looks.rests:
-                return self._missed(self._rests_for, self._why_rests, args, kwargs, as_called=True)
-            if refused is not None and refused.looks.rests:
-                return self._missed(refused.category, refused.reason, args, kwargs, as_called=True)
-            objects = self._objects_key(args, kwargs)
-            if objects is not None and not self._seen.get(objects) and self._is_first(objects):
-                return self._missed(FIRST, "the next such call is captured", args, kwargs)
+            missed = waiting.why(refused) or waiting.first(self._objects_key(args, kwargs))
+            if missed is not None:
+                return missed
         try:
             signature = self._signature_of(args, kwargs)
         except SignatureError as error:
-            if torch.is_grad_enabled() and self.on_miss != "error":
-                # Tensors inside of it may require grad.
-                self._last_miss = in_a_row(error)
-                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs, self._last_miss)
-            return self._missed(_UNKNOWN_ARGUMENT, in_a_row(error), args, kwargs)
-        if self._refused and refused is None:
-            refused = self._refused.get(signature)
+            # Tensors inside of it may require grad.
+            as_it_is = torch.is_grad_enabled() and self.on_miss != "error"
+            way: Way = "as it is" if as_it_is else "detached"
+            return Miss(UNKNOWN_ARGUMENT, in_a_row(error), way=way)
+        if refused is None:
+            refused = waiting.refused(signature)
             if refused is not None and refused.looks.rests:
-                return self._missed(refused.category, refused.reason, args, kwargs, as_called=True)
+                return refused.miss
         before = self._entries.current
-        state = self._entries.state(_FEW_BARE if self._looks.mostly_in_vain else MAX_BARE)
+        state = self._entries.state(_FEW_BARE if waiting.looks.mostly_in_vain else MAX_BARE)
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
-            self._looks.found()
-            return self._answer(entry, args, kwargs)
+            waiting.looks.found()
+            return entry
         left = before if before is not state else None
-        call = UncapturedCall(args, kwargs, signature, state, grad, left, now() - entered)
-        return self._answer_uncaptured(call)
+        return UncapturedCall(args, kwargs, signature, state, grad, left, now() - entered)
+
+    def _answer_shut(self, missed: Miss, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call that no graph may answer, whatever its arguments are."""
+        if missed.category == TRANSFORMED:
+            warn_if_traced(self, "graph")
+        if missed.way == "as it is":
+            return self._missed(missed, args, kwargs)
+        return self._run_eagerly(missed.category, args, kwargs)
 
     def _in_one_order(self, kwargs: Kwargs) -> Kwargs:
         """The keyword arguments of a call, in the order of the first call that is the same."""
@@ -471,7 +487,7 @@ class GraphedCallable(FunctionStandIn):
             named = self._in_one_order(kwargs)
             if named is not kwargs:
                 return self._call(args, named)
-        refused = found if isinstance(found, _Refused) else None
+        refused = found if isinstance(found, Refused) else None
         if refused is not None and not refused.signature.fits(args, kwargs):
             refused = None
         return self._find(args, kwargs, refused)
@@ -486,7 +502,7 @@ class GraphedCallable(FunctionStandIn):
         """Capture a graph for a call without padding, if that is allowed, and answer by it."""
         entry = self._entry_for(call)
         if isinstance(entry, Miss):
-            return self._answer_miss(entry, call.args, call.kwargs)
+            return self._missed(entry, call.args, call.kwargs)
         entry.sizes = sizes
         before = entry.hits
         result = self._answer(entry, call.args, call.kwargs)
@@ -496,85 +512,87 @@ class GraphedCallable(FunctionStandIn):
 
     def _entry_for(self, call: UncapturedCall) -> CacheEntry | Miss:
         """The entry for a call, captured now if need be and allowed; else why there is none."""
-        signature, state = call.signature, call.state
-        entry = state.entries.get((signature, call.grad))
-        if entry is not None:
-            if entry.ready:
-                return entry
-            if entry.error is not None and entry.pool_version in (None, self.pool._version):
-                category, reason = _category_of(entry.error), in_words(entry.error)[0]
-                if self.on_miss == "capture":
-                    self._refuse(call, call.looked_s, category, reason)
-                return Miss(category, reason)
+        entry = call.state.entries.get((call.signature, call.grad))
+        if entry is not None and entry.ready:
+            return entry
+        missed = None if entry is None else self._known_refusal(call, entry)
+        if missed is not None:
+            return missed
         if self.on_miss != "capture":
-            return Miss("no graph fits", self._why(call))
+            return Miss(UNFITTING, self._why(call))
         is_new, comes_back = self._sight(call)
         with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
             if not capture.allowed:
                 return self._postpone(call, is_new=is_new)
-            began = now()
-            try:
-                if self._is_part and isinstance(self.fn, nn.Module):
-                    refuse_talk(self.fn)
-                made = self._entries.capture(signature, state, call.args, call.kwargs)
-                if made.graph is not None and made.graph.may_not_pay and made.payoff is None:
-                    device = made.graph.device
-                    timed = device.type in _TIMED
-                    made.payoff = Payoff(device, _FIRST_IN_SEGMENTS) if timed else None
-                if self._changes_shape(signature):
-                    self._note_objects(self._objects_key(call.args, call.kwargs), captured=True)
-                self._last_refusal = None
-                return made
-            except (StateChanges, Busy) as error:
-                if isinstance(error, StateChanges) and self._carry(error.places):
-                    capture.counts = False
-                    names = ", ".join(place.name for place in error.places)
-                    return Miss(_FIRST_CARRIED, f"graphs of the next ones are given {names}")
-                # A refusal would be kept with the module's state, which will not come back.
-                reason = self._last_refusal = in_words(error)[0]
-                # What other threads take is no cost of a capture.
-                capture.most_s = _BUSY_S if isinstance(error, Busy) else math.inf
-                self._refuse(call, min(now() - began, capture.most_s), UNCAPTURED, reason)
-                missed = Miss(UNCAPTURED, reason, after_capture=True)
-            except (CaptureError, MemoryBudgetExceeded) as error:
-                self._entries.refuse(signature, state, call.grad, error)
-                reason = in_words(error)[0]
-                if isinstance(error, MemoryBudgetExceeded):
-                    capture.counts = False
-                else:
-                    self._last_refusal = reason
-                missed = Miss(_category_of(error), reason, after_capture=True)
-        # Free what the error held, such as autograd nodes, which remember the stream they ran on.
-        gc.collect(1)
+            found = self._capture(call, capture)
+        if isinstance(found, Miss) and found.after_capture:
+            # Free what the error held, such as autograd nodes, which remember the stream they ran
+            # on.
+            gc.collect(1)
+        return found
+
+    def _known_refusal(self, call: UncapturedCall, entry: CacheEntry) -> Miss | None:
+        """Why a call has no graph, as it is known from before; None if a capture may do now."""
+        if entry.error is None or entry.pool_version not in (None, self.pool._version):
+            return None
+        missed = Miss(_category_of(entry.error), in_words(entry.error)[0])
+        if self.on_miss == "capture":
+            self._refuse(call, call.looked_s, missed)
         return missed
+
+    def _capture(self, call: UncapturedCall, capture: Capture) -> CacheEntry | Miss:
+        """The entry of a new graph for a call; why there is none, if the capture is refused."""
+        began = now()
+        try:
+            self._before_capture()
+            made = self._entries.capture(call.signature, call.state, call.args, call.kwargs)
+        except (StateChanges, Busy) as error:
+            if isinstance(error, StateChanges) and self._carry(error.places):
+                capture.counts = False
+                names = ", ".join(place.name for place in error.places)
+                return Miss(FIRST_CARRIED, f"graphs of the next ones are given {names}")
+            # A refusal would be kept with the module's state, which will not come back.
+            reason = self._waiting.refusal = in_words(error)[0]
+            # What other threads take is no cost of a capture.
+            capture.most_s = _BUSY_S if isinstance(error, Busy) else math.inf
+            missed = Miss(UNCAPTURED, reason, after_capture=True)
+            self._refuse(call, min(now() - began, capture.most_s), missed)
+            return missed
+        except (CaptureError, MemoryBudgetExceeded) as error:
+            self._entries.refuse(call.signature, call.state, call.grad, error)
+            reason = in_words(error)[0]
+            if isinstance(error, MemoryBudgetExceeded):
+                capture.counts = False
+            else:
+                self._waiting.refusal = reason
+            return Miss(_category_of(error), reason, after_capture=True)
+        if made.graph is not None and made.graph.may_not_pay and made.payoff is None:
+            device = made.graph.device
+            made.payoff = Payoff(device, _FIRST_IN_SEGMENTS) if device.type in _TIMED else None
+        if self._changes_shape(call.signature):
+            self._waiting.note(self._objects_key(call.args, call.kwargs))
+        self._waiting.refusal = None
+        return made
+
+    def _before_capture(self) -> None:
+        """Raise CaptureError if no call of the function may be captured."""
 
     def _carry(self, places: Sequence[Place]) -> bool:
         """From now on, have graphs that are given what places hold; whether that may work."""
-        if self._carries_for is not None:
-            return self._carries_for._carry(places)
-        if not places or not self._may_carry or self._is_part or not self._takes_objects:
+        if not places or not self._carrying.left or not self._takes_objects:
             return False
-        known: list[Place] = []
-        if self._carried is not None:
-            if self._carried.graphs._answered() >= WORTH_CALLS:
-                self._may_carry = _MOST_CARRIED
-            # An owner that was replaced takes what it held with it.
-            known = reached(self.fn, self._carried.state.places)
-            self._stop_carrying()
-        self._may_carry -= 1
-        new = [place for place in places if not any(map(place.same_as, known))]
-        state = CarriedState(self.fn, [*known, *new])
-        graphs = GraphedCallable(state.function, pool=self.pool, **self._options())
-        graphs._carries_for = self
-        self._carried = _Carried(state, graphs, Payoff(None, _FIRST_CARRIED_CALLS))
+        before, self._carried = self._carried, None
+        self._carried = self._carrying.begin(places, before, self._given_state)
         return True
+
+    def _given_state(self, function: Callable[..., Any]) -> GraphedCallable:
+        """What answers calls of a function that is given what attributes hold."""
+        return _GivenState(function, self, pool=self.pool, **self._options())
 
     def _stop_carrying(self) -> None:
         carried, self._carried = self._carried, None
         if carried is not None:
-            found = carried.graphs.statistics
-            self._counted = found if self._counted is None else both(self._counted, found)
-            carried.graphs.close()
+            self._carrying.end(carried)
 
     def _answer_carried(self, carried: _Carried, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call by what is given the state that calls leave, or eagerly to time that."""
@@ -585,11 +603,11 @@ class GraphedCallable(FunctionStandIn):
 
         if payoff is None or self.on_miss != "capture" or not _TIMED:
             return other()
-        if torch.is_grad_enabled() and (require_grad(args, kwargs) or self._entries.in_training()):
+        if torch.is_grad_enabled() and self._is_for_training(args, kwargs):
             return other()
         result, _ = payoff.call(lambda: self._run_eagerly(_BESIDE_CARRIED, args, kwargs), other)
         if not payoff.pays:
-            self._may_carry = 0
+            self._carrying.left = 0
             self._stop_carrying()
         elif payoff.ratio is not None:
             carried.payoff = None
@@ -609,34 +627,28 @@ class GraphedCallable(FunctionStandIn):
         grows = self._changes_shape(call.signature)
         if seen is None or seen.graph or grows or self._entries.is_full():
             return seen is None, False
-        others = turn != seen.calls[1] and self._entries.captures < self._max_graphs
+        others = turn != seen.calls[1] and self._entries.captures < self._given.max_graphs
         if mine - seen.calls[0] <= 1 and not others:
             return False, False
-        self._new_kinds = 0
+        self._waiting.came_back()
         call.state.seen[call.signature, call.grad].graph = True
         return False, True
 
     def _postpone(self, call: UncapturedCall, *, is_new: bool) -> Miss:
         """Why a call is eager that the budget for captures leaves none for."""
-        self._looks.failed(call.looked_s, is_new=is_new)
         if not call.state.has_graphs:
             # Nothing answers calls while the module is as it is.
             self._recent = self._short = None
             self._quick.clear()
-        refused = self._refused.get(call.signature)
-        if refused is not None:
-            refused.looks.failed(call.looked_s)
-            missed = Miss(refused.category, refused.reason)
-        else:
-            self._new_kinds += is_new
-            no_room = self._entries.is_full() and not is_new
-            if no_room or self._new_kinds > _MANY_NEW:
-                missed = Miss(UNPAID, self._why_unpaid(call))
-            else:
-                missed = Miss(NOT_YET, "it is captured when it comes back after other calls")
-        self._rests_for, self._why_rests = missed.category, missed.reason
+        missed = self._waiting.postpone(
+            call.signature,
+            call.looked_s,
+            functools.partial(self._why_unpaid, call),
+            is_new=is_new,
+            no_room=self._entries.is_full() and not is_new,
+        )
         # Parts may answer what is refused as a whole.
-        at_rest = self._looks.rests and self._parts_for(missed.category) is None
+        at_rest = self._waiting.looks.rests and self._parts_for(missed.category) is None
         self._rest = self._make_rest(missed.category) if at_rest else None
         return missed
 
@@ -645,7 +657,7 @@ class GraphedCallable(FunctionStandIn):
         # Local names are found faster than attributes.
         count, until_s, clock = (
             self._tally.eager_for(category),
-            self._looks.until_s,
+            self._waiting.looks.until_s,
             capture_budget.CLOCK,
         )
         grad_is_on, call = torch.is_grad_enabled, self._entries.turns.taking(self.fn)
@@ -661,14 +673,11 @@ class GraphedCallable(FunctionStandIn):
 
         return rest
 
-    def _why_unpaid(self, call: UncapturedCall) -> str:
-        """What keeps captures from paying off, and what to do; the same words for each cause."""
-        if self._last_refusal is not None:
-            return self._unpaid.setdefault("it is refused", self._last_refusal)
+    def _why_unpaid(self, call: UncapturedCall) -> tuple[str, str]:
+        """What keeps captures from paying off: a cause, and the reason with what to do."""
         if call.left is not None and not call.state.has_graphs:
-            return self._unpaid.setdefault("it changes", _changes(call.left))
-        cause, reason = self._why_kinds_differ(call)
-        return self._unpaid.setdefault(cause, reason)
+            return "it changes", _changes(call.left)
+        return self._why_kinds_differ(call)
 
     def _why_kinds_differ(self, call: UncapturedCall) -> tuple[str, str]:
         """What makes most calls another kind: a cause, and the reason with what to do."""
@@ -694,165 +703,96 @@ class GraphedCallable(FunctionStandIn):
         if self._entries.is_full():
             return "no room", (
                 "there are more kinds of calls than graphs may be kept; raise max_graphs="
-                f"{self._max_graphs}, or name the sizes that vary as buckets"
+                f"{self._given.max_graphs}, or name the sizes that vary as buckets"
             )
         return "new kinds", (
             f"most calls are of a new kind ({self._why(call)}); name sizes that vary as buckets, "
             "or prepare() the kinds that come back"
         )
 
-    def _refuse(self, call: UncapturedCall, seconds: float, category: str, reason: str) -> None:
-        """Have calls of a signature be eager, without a look at the module, for a while.
-
-        Args:
-            call: one of them.
-            seconds: that it took to find out that there is no graph for it.
-            category: why there is none, as it is counted.
-            reason: why, in detail.
-        """
-        if len(self._refused) >= _MAX_REFUSED:
-            self._refused.clear()
-        refused = self._refused.get(call.signature)
-        if refused is None or refused.category != category:
-            refused = self._refused[call.signature] = _Refused(call.signature, category)
-        refused.reason = reason
-        refused.looks.failed(seconds)
+    def _refuse(self, call: UncapturedCall, seconds: float, missed: Miss) -> None:
+        """Have calls like one that was refused be eager for a while; as `WaitingCalls.refuse`."""
+        refused = self._waiting.refuse(call.signature, seconds, missed)
         key = quick_key(call.args, call.kwargs)
         if key is not None and key not in self._quick:
             self._quick[key] = refused
 
     def _objects_key(self, args: Args, kwargs: Kwargs) -> Any:
         """A key of a call with objects; None for others."""
-        quick = quick_key(args, kwargs)
-        if not self._takes_objects or quick is not None:
-            # A state that grows is of another shape each time, as a cache is.
-            return None if self._carries_for is None else quick
+        if not self._takes_objects or quick_key(args, kwargs) is not None:
+            return None
         return objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
-
-    def _is_first(self, key: Any) -> bool:
-        """Whether this is the first call with such objects.
-
-        A cache that grows with each call is of another shape each time, and capturing each of them
-        would never pay off; the next text may have the same lengths.
-        """
-        if key in self._seen:
-            return False
-        self._note_objects(key, captured=False)
-        return True
-
-    def _note_objects(self, key: Any, *, captured: bool) -> None:
-        if key is not None:
-            if len(self._seen) >= _MAX_SEEN:
-                del self._seen[next(iter(self._seen))]
-            self._seen[key] = captured
 
     def _changes_shape(self, signature: CallSignature) -> bool:
         """Whether a call has arguments that are of another shape in each call where they grow."""
-        return signature.has_objects or self._carries_for is not None
-
-    def _answer_miss(
-        self, miss: Miss, args: Args, kwargs: Kwargs, sizes: tuple[int, ...] | None = None
-    ) -> Any:
-        """Answer a call that no graph answers."""
-        if miss.after_capture:
-            with warnings.catch_warnings():
-                # A backward of the capture ran on another stream, which is intended.
-                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
-                return self._missed(miss.category, miss.reason, args, kwargs, sizes)
-        return self._missed(miss.category, miss.reason, args, kwargs, sizes)
+        return signature.has_objects
 
     def _answered(self) -> int:
         """How many calls graphs have answered."""
         return self._tally.answered(self._entries.ready())
 
-    def _missed(
-        self,
-        category: str,
-        reason: str,
-        args: Args,
-        kwargs: Kwargs,
-        sizes: tuple[int, ...] | None = None,
-        *,
-        as_called: bool = False,
-    ) -> Any:
-        """Answer a call that no graph answers: raise or run eagerly, as `on_miss` says.
-
-        Args:
-            category: why, as statistics count it.
-            reason: why, in detail.
-            args: of the call.
-            kwargs: likewise.
-            sizes: its named sizes, if there are buckets.
-            as_called: leave the gradient mode as it is, since nobody has looked at the module.
-        """
-        self._last_miss = reason
-        if sizes is not None:
-            self._tally.elsewhere[sizes] += 1
+    def _missed(self, missed: Miss, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call that no graph answers: raise or run eagerly, as `on_miss` says."""
+        if missed.after_capture:
+            with warnings.catch_warnings():
+                # A backward of the capture ran on another stream, which is intended.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+                return self._missed(replace(missed, after_capture=False), args, kwargs)
+        category, reason, fallback = missed.category, missed.reason, self._fallback
+        fallback.last = reason or fallback.last
+        if missed.sizes is not None:
+            self._tally.elsewhere[missed.sizes] += 1
+        if missed.way == "as it is":
+            fallback.count(category)
+            fallback.tell(category, reason)
+            with self._entries.turns.calling():
+                return self.fn(*args, **kwargs)
         if self.on_miss == "error":
-            raise SignatureError(
-                f"No graph of {name_of(self.fn)} fits this call: {reason}",
-                remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
-            )
+            self._refuse_miss(missed)
         parts = self._parts_for(category)
-        # It may raise what the function raises.
+        as_called = missed.way == "unexamined"
         run = functools.partial(self._run_detached, args, kwargs, as_called=as_called)
+        # It may raise what the function raises.
         result, in_parts = (run(), False) if parts is None else parts.call(run)
         if in_parts:
             self._tally.in_parts += 1
         else:
-            self._tally.eager_for(category)[0] += 1
+            fallback.count(category)
         how = RUNS_EAGERLY if parts is None or not parts.used else _RUNS_IN_PARTS
-        self._tell(category, reason, how)
+        fallback.tell(category, reason, how)
         return result
+
+    def _refuse_miss(self, missed: Miss) -> None:
+        """Raise the error of a call that no graph answers."""
+        self._fallback.refuse(missed.reason)
 
     def _parts_for(self, category: str) -> GraphedParts | None:
         """The module's parts, where they may answer calls that are eager otherwise."""
-        if category != UNCAPTURED or not self._in_parts:
+        if category != UNCAPTURED or not self._may_have_parts():
             return None
         if self._parts is None and isinstance(self.fn, nn.Module):
-            self._parts = GraphedParts(self.fn, self._graph_of_part, timed=not self._is_part)
+            self._parts = self._make_parts(self.fn)
         return self._parts
 
-    def _graph_of_part(self, module: nn.Module) -> GraphedCallable:
-        """What answers the calls of a submodule."""
-        made = GraphedCallable(
-            module,
-            pool=self.pool,
-            max_graphs=_PART_GRAPHS,
-            breaks="never",  # Parts of it are better than paths without end.
-            checks=self._entries.checks,
-        )
-        made._in_parts = made._is_part = True
-        return made
+    def _may_have_parts(self) -> bool:
+        """Whether submodules may be answered by graphs where there is none for the whole."""
+        return self._given.breaks != "never"
 
-    def _pays(self, nodes: int) -> bool:
-        """Whether graphs of at least so many nodes have answered calls, or those of parts."""
-        if self._parts is not None and self._parts.settle():
-            return True
-        graphs = [entry.graph for entry in self._entries.ready() if entry.hits]
-        return any(graph is not None and graph.node_count >= nodes for graph in graphs)
+    def _make_parts(self, module: nn.Module, *, timed: bool = True) -> GraphedParts:
+        def graph_of(part: nn.Module) -> _OfPart:
+            # Parts of it are better than paths without end.
+            return _OfPart(
+                part,
+                pool=self.pool,
+                max_graphs=_PART_GRAPHS,
+                breaks="never",
+                checks=self._given.checks,
+            )
 
-    def _tell(self, category: str, reason: str = "", how: str = RUNS_EAGERLY) -> None:
-        """Warn of calls that no graph answers, once for each kind."""
-        kind = reason if category in _TOLD_BY_REASON else category
-        if (
-            category not in (FIRST, NOT_YET, _FIRST_CARRIED)
-            and kind not in self._warned
-            and not self._is_part
-        ):
-            self._warned.add(kind)
-            why = f"{category}: {reason}" if reason else category
-            warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.", how)
-
-    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs, reason: str = "") -> Any:
-        """Run the function as it is, with gradients."""
-        self._tally.eager_for(category)[0] += 1
-        self._tell(category, reason)
-        with self._entries.turns.calling():
-            return self.fn(*args, **kwargs)
+        return GraphedParts(module, graph_of, timed=timed)
 
     def _run_eagerly(self, category: str, args: Args, kwargs: Kwargs) -> Any:
-        self._tally.eager_for(category)[0] += 1
+        self._fallback.count(category)
         return self._run_detached(args, kwargs)
 
     def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
@@ -903,7 +843,7 @@ class GraphedCallable(FunctionStandIn):
         with progress_shown(progress, title, after_s=SHORT_S) as bar:
             self._prepare(wanted, bar)
         for args, kwargs in wanted:
-            self._note_objects(self._objects_key(args, kwargs), captured=True)
+            self._waiting.note(self._objects_key(args, kwargs))
         self._begin_anew()
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
@@ -931,9 +871,7 @@ class GraphedCallable(FunctionStandIn):
                 return
             following = []
             for (args, kwargs), count in zip(calls, own, strict=True):
-                carried.graphs._note_objects(
-                    carried.graphs._objects_key(args, kwargs), captured=True
-                )
+                carried.graphs._waiting.note(carried.graphs._objects_key(args, kwargs))
                 left = carried.graphs._left_by(args, kwargs)
                 if left is not None:
                     following.append(((*left, *args[len(args) - count :]), kwargs))
@@ -976,8 +914,8 @@ class GraphedCallable(FunctionStandIn):
             sum(cache.captures for cache in caches),
             [proof for cache in caches for proof in cache.verdicts()],
         )
-        if self._counted is not None:
-            found = both(found, replace(self._counted, graphs=0, nbytes=0))
+        if self._carrying.counted is not None:
+            found = both(found, replace(self._carrying.counted, graphs=0, nbytes=0))
         if self._carried is not None:
             found = both(found, self._carried.graphs.statistics)
         parts = [] if self._parts is None else [g.statistics for g in self._parts.graphs.values()]
@@ -989,7 +927,14 @@ class GraphedCallable(FunctionStandIn):
         )
 
     def __repr__(self) -> str:
-        return f"GraphedCallable({name_of(self.fn)}, {summary(self.statistics)})"
+        shown = [name_of(self.fn), summary(self.statistics)]
+        if self._closed:
+            shown.append("closed")
+        elif self._parts is not None and self._parts.used:
+            shown.append("in parts")
+        elif self._waiting.looks.rests:
+            shown.append("at rest")
+        return f"GraphedCallable({', '.join(shown)})"
 
     def _repr_html_(self) -> str:
         return to_html(type(self).__name__, name_of(self.fn), self.statistics)
@@ -1003,9 +948,17 @@ class GraphedCallable(FunctionStandIn):
         lines += [] if self._parts is None else self._parts.in_words()
         latest = self._latest()
         lines += latest._entries.about_watch()
-        if latest._last_miss is not None:
-            lines.append(f"last call without a graph: {latest._last_miss}")
+        if latest._fallback.last is not None:
+            lines.append(f"last call without a graph: {latest._fallback.last}")
         return "\n".join(lines)
+
+    def reference(self) -> Callable[..., Any]:
+        """What computes the same without graphs: the function or module."""
+        return self.fn
+
+    def sizes(self) -> SizesAnswered | None:
+        """The sizes that calls are padded to; None where each call is answered at its own."""
+        return None
 
     def graph_for(self, args: Args, kwargs: Kwargs) -> CapturedCall | None:
         """The graph that answers a call now, without padding; None if none does."""
@@ -1036,13 +989,12 @@ class GraphedCallable(FunctionStandIn):
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
-        self._refused.clear()
-        self._seen.clear()
-        self._begin_anew()
+        self._waiting.clear()
+        self._rest = None
         self.pool._budget.renew()
         self._quick.clear()
         self._stop_carrying()
-        self._may_carry = type(self)._may_carry
+        self._carrying.left = _MOST_CARRIED
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.close()
@@ -1076,14 +1028,65 @@ class GraphedCallable(FunctionStandIn):
         return _rebuild(type(self), fn, self._options(), self.pool.limit, self.pool.evict)
 
     def _options(self) -> dict[str, Any]:
-        return {
-            "outputs": self._outputs,
-            "on_miss": self.on_miss,
-            "max_graphs": self._max_graphs,
-            "audit": self._audit_every,
-            "breaks": self._breaks,
-            "checks": self._entries.checks,
-        }
+        return asdict(self._given)
+
+
+class _GivenState(GraphedCallable):
+    """Answers calls that are given what others have left in attributes, for another callable."""
+
+    def __init__(self, fn: Callable[..., Any], owner: GraphedCallable, **options: Any) -> None:
+        super().__init__(fn, **options)
+        self._owner = owner
+
+    def _carry(self, places: Sequence[Place]) -> bool:
+        return self._owner._carry(places)
+
+    def _objects_key(self, args: Args, kwargs: Kwargs) -> Any:
+        # A state that grows is of another shape each time, as a cache is.
+        quick = quick_key(args, kwargs)
+        return super()._objects_key(args, kwargs) if quick is None else quick
+
+    def _changes_shape(self, signature: CallSignature) -> bool:
+        return True
+
+
+class _OfPart(GraphedCallable):
+    """Answers the calls of a submodule, where there is no graph for the whole module.
+
+    Nobody is told of calls without a graph: they are parts of a call that has none.
+    """
+
+    def _make_fallback(self) -> Fallback:
+        return Fallback(None, self.on_miss, self._tally.count_eager)
+
+    def _before_capture(self) -> None:
+        assert isinstance(self.fn, nn.Module)
+        refuse_talk(self.fn)
+
+    def _carry(self, places: Sequence[Place]) -> bool:
+        return False
+
+    def _may_have_parts(self) -> bool:
+        return True
+
+    def _make_parts(self, module: nn.Module, *, timed: bool = False) -> GraphedParts:
+        return super()._make_parts(module, timed=timed)
+
+    def _pays(self, nodes: int) -> bool:
+        """Whether graphs of at least so many nodes have answered calls, or those of parts."""
+        if self._parts is not None and self._parts.settle():
+            return True
+        graphs = [entry.graph for entry in self._entries.ready() if entry.hits]
+        return any(graph is not None and graph.node_count >= nodes for graph in graphs)
+
+
+@dataclass(frozen=True)
+class SizesAnswered:
+    """The sizes that calls are padded to; as for `graph()`."""
+
+    buckets: Buckets
+    dynamic_shapes: Any
+    pad: Any
 
 
 @dataclass(frozen=True)
@@ -1101,16 +1104,6 @@ class UncapturedCall:
     looked_s: float
 
 
-@dataclass(frozen=True)
-class Miss:
-    """Why no graph answers a call: the category that statistics count, and the reason."""
-
-    category: str
-    reason: str
-    # Whether a capture was tried for this very call.
-    after_capture: bool = False
-
-
 @dataclass
 class _Carried:
     """How calls are answered that read what others have left in attributes.
@@ -1126,14 +1119,60 @@ class _Carried:
     payoff: Payoff | None
 
 
-class _Refused:
-    """Calls of a signature that have no graph, as takes a while to find out, and why."""
+class _Carrying:
+    """Begins and ends to have calls answered by what is given the state that they leave.
 
-    def __init__(self, signature: CallSignature, category: str) -> None:
-        self.signature = signature
-        self.category = category
-        self.reason = ""
-        self.looks = Looks(free=0)
+    Attributes:
+        left: how often more attributes may be found that calls read before they set them.
+        counted: calls that were counted by what is closed.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.left = _MOST_CARRIED
+        self.counted: CallStatistics | None = None
+        self._fn = fn
+
+    def begin(
+        self,
+        places: Sequence[Place],
+        before: _Carried | None,
+        make: Callable[[Callable[..., Any]], GraphedCallable],
+    ) -> _Carried:
+        """Have what some places hold carried too.
+
+        Args:
+            places: these.
+            before: what has answered calls so far, which is closed.
+            make: makes what answers calls of a function that is given what they hold.
+        """
+        known: list[Place] = []
+        if before is not None:
+            if before.graphs._answered() >= WORTH_CALLS:
+                self.left = _MOST_CARRIED
+            # An owner that was replaced takes what it held with it.
+            known = reached(self._fn, before.state.places)
+            self.end(before)
+        self.left -= 1
+        new = [place for place in places if not any(map(place.same_as, known))]
+        state = CarriedState(self._fn, [*known, *new])
+        return _Carried(state, make(state.function), Payoff(None, _FIRST_CARRIED_CALLS))
+
+    def end(self, carried: _Carried) -> None:
+        """Close what has answered calls, and keep its counts."""
+        found = carried.graphs.statistics
+        self.counted = found if self.counted is None else both(self.counted, found)
+        carried.graphs.close()
+
+
+def _words(fn: Callable[..., Any]) -> Words:
+    """How it is said that no graph of a function answers a call."""
+    name = name_of(fn)
+    return Words(
+        name,
+        "Its statistics and explain() count them.",
+        f"No graph of {name} fits this call",
+        "Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
+    )
 
 
 def _rebuild(
@@ -1156,7 +1195,7 @@ def _changes(before: StateGraphs) -> str:
 
 
 def _category_of(error: GraphwrightError) -> str:
-    return _LIMIT if isinstance(error, MemoryBudgetExceeded) else UNCAPTURED
+    return LIMIT if isinstance(error, MemoryBudgetExceeded) else UNCAPTURED
 
 
 def name_of(fn: Callable[..., Any]) -> str:

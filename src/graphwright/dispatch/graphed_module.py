@@ -19,7 +19,7 @@ from ..graphs.graph import Graph
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
 from .graphed_callable import GraphedCallable, OnMiss, name_of
-from .statistics import CallStatistics, summary, to_html
+from .statistics import CallStatistics, to_html
 
 
 class GraphedModule(ModuleProxy):
@@ -77,7 +77,7 @@ class GraphedModule(ModuleProxy):
         self._graphs.close()
 
     def __repr__(self) -> str:
-        return f"GraphedModule({name_of(self._graphs.fn)}, {summary(self.statistics)})"
+        return repr(self._graphs).replace("GraphedCallable", "GraphedModule", 1)
 
     def _repr_html_(self) -> str:
         return to_html(type(self).__name__, name_of(self._graphs.fn), self.statistics)
@@ -87,6 +87,13 @@ class GraphedModule(ModuleProxy):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphedModule, (self._graphs,)
+
+
+def graphs_of(made: Any) -> GraphedCallable | None:
+    """What answers the calls of something that `graph()` made; None for anything else."""
+    if isinstance(made, GraphedModule):
+        return made._graphs
+    return made if isinstance(made, GraphedCallable) else None
 
 
 class _Options(TypedDict, total=False):

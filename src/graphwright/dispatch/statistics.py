@@ -130,6 +130,7 @@ class Tally:
     """
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.names = names
         self._eager: dict[str, list[int]] = {}
         self.in_parts = 0
         self.after_capture = 0
@@ -140,7 +141,6 @@ class Tally:
         self.proof_s = 0.0
         self.padded: Counter[tuple[Sizes, Sizes]] = Counter()  # by bucket and sizes
         self.elsewhere: Counter[Sizes] = Counter()  # calls that no bucket answered, by sizes
-        self._names = names
         self._past = 0
         self._exact: Counter[Sizes] = Counter()
 
@@ -152,6 +152,10 @@ class Tally:
     def eager_for(self, reason: str) -> list[int]:
         """The number of eager calls for a reason, as a list of one that the caller counts up."""
         return self._eager.setdefault(reason, [0])
+
+    def count_eager(self, reason: str) -> None:
+        """Count an eager call."""
+        self._eager.setdefault(reason, [0])[0] += 1
 
     def forget(self, entry: CacheEntry) -> None:
         """Keep the counts of an entry that is discarded."""
@@ -204,7 +208,7 @@ class Tally:
             nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),
             padded=padded,
             split=sum(self.split.values()),
-            sizes=SizesSeen(self._names, dict(+seen)) if self._names else None,
+            sizes=SizesSeen(self.names, dict(+seen)) if self.names else None,
             buckets={bucket: _of(bucket, held[bucket]) for bucket in sorted(held)},
             waste=_waste(held),
             proof_runs=self.proof_runs + sum(proof.runs for proof in proofs),

@@ -40,7 +40,9 @@ from ..calls.plurals import counted
 from ..calls.signature import CallSignature, inside_transform, quick_key
 from ..calls.split import Args, Kwargs, require_grad
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
-from ..errors import OptionError, SignatureError, first_line, in_words, warn_of_fallback
+from ..dispatch.decision import CAPTURED, CHANGED, FIRST, GRADIENTS, TRANSFORMED
+from ..dispatch.fallback import Fallback, Words
+from ..errors import OptionError, SignatureError, first_line, in_words
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -65,10 +67,8 @@ from .pass_manager import PASSES, Fused, Region, fused_call, passes_named
 from .passes.base import Pass
 from .tracing import global_hooks
 
-_GRADIENTS = "gradients are wanted"
 _NOT_FUSED = "it could not be fused"
 _COSTS_MORE = "taking its objects apart takes longer than is won"
-_FIRST = "the first call with objects of these shapes"
 _ONE_MORE = "many kinds of calls are fused, and one more only when it comes again"
 # Kinds of call that are fused; others go to the module.
 MAX_KINDS = 64
@@ -118,6 +118,7 @@ class _Fusion:
         self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False, checks=checks)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None
+        self._fallback = Fallback(functools.partial(_words, module), "eager", self._count_eager)
         # Calls that came once, with objects or of one more kind.
         self._seen: set[Any] = set()
         # What was made for calls with objects, by their shapes.
@@ -170,7 +171,7 @@ class _Fusion:
             return limit if seen else self._noted(limit, remedy, args, kwargs)
         seen = self._came_before(key_with_objects(args, kwargs))
         if sum(map(len, self._with_objects.values())) < _MAX_WITH_OBJECTS:
-            return None if seen else _FIRST
+            return None if seen else FIRST
         limit = f"{_MAX_WITH_OBJECTS} kinds of calls with objects are fused, the most there are"
         remedy = "pass objects whose tensors keep their shapes"
         return limit if seen else self._noted(limit, remedy, args, kwargs)
@@ -267,13 +268,11 @@ class _Fusion:
 
     def count_eager(self, why: str) -> None:
         """Count a call that goes to the module itself, and warn of the first of each kind."""
-        if why not in (_FIRST, _COSTS_MORE) and f"eager: {why}" not in self.calls:
-            detail = f" ({self.last_problem})" if self.last_problem and why != _GRADIENTS else ""
-            warn_of_fallback(
-                f"What fuse() made of {type(self.module).__name__}",
-                why + detail,
-                "`calls` and explain() count them.",
-            )
+        if why != _COSTS_MORE:
+            self._fallback.tell(why, "" if why == GRADIENTS else self.last_problem or "")
+        self._fallback.count(why)
+
+    def _count_eager(self, why: str) -> None:
         self.calls[f"eager: {why}"] += 1
 
     def _warn_of_parts(self) -> None:
@@ -285,6 +284,12 @@ class _Fusion:
                     f"fuse() of a model that holds a {type(child).__name__}",
                     "Graph or tune the whole instead.",
                 )
+
+
+def _words(module: nn.Module) -> Words:
+    """How it is said that nothing fused answers a call; none is refused."""
+    what = f"What fuse() made of {type(module).__name__}"
+    return Words(what, "`calls` and explain() count them.", f"{what} does not answer this call", "")
 
 
 class FusedModule(ModuleProxy):
@@ -374,19 +379,20 @@ class FusedModule(ModuleProxy):
         return None, why
 
     def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
+        captured = capturing_now() or captured_by_others()  # Its mode is no transform.
+        if not captured and inside_transform():
+            warn_if_traced(self, "fuse")
+            return TRANSFORMED
         if self._wants_grad(args, kwargs):
-            return _GRADIENTS
-        if capturing_now() or captured_by_others():
+            return GRADIENTS
+        if captured:
             # A graph would keep the folded weights, and its owner would not know of them.
             warn_of_lost_gain(
                 self,
                 "What fuse() made is called in a capture that does not look at it",
                 "Capture it by graphwright.graph() or capture().",
             )
-            return "it is captured"
-        if inside_transform():
-            warn_if_traced(self, "fuse")
-            return "it is traced or transformed"
+            return CAPTURED
         return self._outdated()
 
     def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
@@ -401,16 +407,16 @@ class FusedModule(ModuleProxy):
         change = self._fusion.watch.changed()
         if change is not None:
             self._fusion.last_problem = change
-            return "the module changed"
+            return CHANGED
         return None
 
     def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call inside of a capture whose owner looks at what it depends on."""
         fusion, found = self._fusion, None
-        why = _GRADIENTS if self._wants_grad(args, kwargs) else None
+        why = GRADIENTS if self._wants_grad(args, kwargs) else None
         if why is None:
             with apart_from_capture() as alone:
-                why = "it is traced or transformed"
+                why = TRANSFORMED
                 if alone:
                     why = None if parts.has(fusion.watch) else self._outdated()
                 if why is None:

@@ -225,19 +225,20 @@ def _content(value: Any) -> Any:
 def _difference(before: Any, after: Any) -> tuple[tuple[Any, ...], int, Any] | None:
     """What is gone, where a list begins to differ, and what is new; None if nothing is."""
     if isinstance(before, list):
-        start = 0
-        for mine, its in zip(before, after, strict=False):
-            if not _same(mine, its):
-                break
-            start += 1
-        if start == len(before) == len(after):
-            return None
-        return (), start, after[start:]
+        start = _first_difference(before, after)
+        return None if start == len(before) == len(after) else ((), start, after[start:])
     removed = tuple(key for key in before if key not in after)
     new = {k: v for k, v in after.items() if k not in before or not _same(before[k], v)}
     if [*(k for k in before if k in after), *(k for k in new if k not in before)] != [*after]:
         removed, new = tuple(before), after  # In another order.
     return (removed, 0, new) if removed or new else None
+
+
+def _first_difference(before: list[Any], after: list[Any]) -> int:
+    """Where two lists begin to differ."""
+    pairs = enumerate(zip(before, after, strict=False))
+    shorter = min(len(before), len(after))
+    return next((at for at, (mine, its) in pairs if not _same(mine, its)), shorter)
 
 
 def _same(before: Any, after: Any) -> bool:

@@ -197,29 +197,40 @@ class Journal(OperationMode):
                 continue
             if packed(tensor):
                 continue
-            self.refuse(
-                CaptureError(
-                    f"{func} works on a {tensor.layout} tensor"
-                    + (", a nested one," if tensor.is_nested else "")
-                    + " whose memory a graph cannot hold.",
-                    remedy="Use dense tensors, or leave this part out of the capture.",
-                )
-            )
+            self._refuse_layout(func, tensor)
         if func._opname == "set_":
             for value in args:
                 # cuDNN's RNNs take the memory of all their weights as one storage.
                 if isinstance(value, torch.UntypedStorage) and value._cdata not in self._made:
                     self.external.setdefault(value._cdata, value)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            generator = generator_of(args, kwargs)
-            key, state = id(generator), generator.get_state()
-            expected = self._positions.get(key, state)
-            self._generators.setdefault(key, (generator, state))
-            self._positions[key] = state
-            if self._strict and not state.equal(expected):
-                self.refuse(_seeding_error())
+            self._before_draw(generator_of(args, kwargs))
         self.announced |= {t.untyped_storage()._cdata for t in announced(func, args, kwargs)}
-        for tensor in written(func, args, kwargs):
+        self._before_writes(func, written(func, args, kwargs))
+
+    def _refuse_layout(self, func: Any, tensor: torch.Tensor) -> None:
+        """Refuse a tensor whose memory is not one range of bytes."""
+        nested = ", a nested one," if tensor.is_nested else ""
+        self.refuse(
+            CaptureError(
+                f"{func} works on a {tensor.layout} tensor{nested} whose memory a graph cannot "
+                "hold.",
+                remedy="Use dense tensors, or leave this part out of the capture.",
+            )
+        )
+
+    def _before_draw(self, generator: torch.Generator) -> None:
+        """Note where a random generator is that is about to be drawn from."""
+        key, state = id(generator), generator.get_state()
+        expected = self._positions.get(key, state)
+        self._generators.setdefault(key, (generator, state))
+        self._positions[key] = state
+        if self._strict and not state.equal(expected):
+            self.refuse(_seeding_error())
+
+    def _before_writes(self, func: Any, targets: Iterable[torch.Tensor]) -> None:
+        """Note what an operation is about to write to."""
+        for tensor in targets:
             if tensor.layout is not torch.strided or tensor.is_nested:
                 continue
             if func._opname in _MEMORY_CHANGES and not self.is_made(tensor):

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.dependencies import (
-    AttributesSource,
-    ClassPartsSource,
-    Dependencies,
-    DictionarySource,
-    HolderSource,
-    Source,
-)
+from ..calls.dependencies import Dependencies
 from ..calls.host_generators import HostGenerators
 from ..calls.iterators import Iterators
 from ..calls.leaves import without_memory
 from ..calls.objects import same
 from ..calls.places import MISSING, Place, kind_of, tensors_in
+from ..calls.sources import (
+    AttributesSource,
+    ClassPartsSource,
+    DictionarySource,
+    HolderSource,
+    Source,
+)
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 from .host_draws import HostDraws, drawn_from, is_foreign
@@ -169,24 +169,33 @@ class PythonState:
         carried: list[Place] = []
         rebound: set[int] = set()
         for name, source, key, old, new in _changes(before, now, rebound):
-            known = None
-            if source is not None:
-                known = next((p for p in places if p.owner is source.owner and p.key == key), None)
-            if known is None and read is not None and source is not None:
-                known = _place(name, source, key, old, new, read)
-                if known is not None:
-                    if known.counts:
-                        # The first run may have set it up, which stays; then it counted.
-                        self._bases[id(known)] = old - (new - old)
-                    places.append(known)
-            if known is None:
-                known = None if source is None else _carried(name, source, key, old, new)
-                if known is None:
+            if source is None:
+                return name, []
+            if not self._may_change(name, source, key, old, new, read):
+                other = _carried(name, source, key, old, new)
+                if other is None:
                     return name, []
                 first = first or name
-                carried.append(known)
+                carried.append(other)
             rebound.update(map(id, tensors_in(old)))
         return first, carried
+
+    def _may_change(
+        self, name: str, source: Source, key: Any, old: Any, new: Any, read: Container[int] | None
+    ) -> bool:
+        """Whether a place that changed is one that the call may write to; new ones are kept."""
+        places = self._places
+        assert places is not None
+        if any(p.owner is source.owner and p.key == key for p in places):
+            return True
+        found = None if read is None else _place(name, source, key, old, new, read)
+        if found is None:
+            return False
+        if found.counts:
+            # The first run may have set it up, which stays; then it counted.
+            self._bases[id(found)] = old - (new - old)
+        places.append(found)
+        return True
 
     def _at_first(self, place: Place) -> Any:
         """What a place held before the first run."""

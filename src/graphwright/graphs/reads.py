@@ -84,21 +84,8 @@ class Reads:
             is_made: whether the run made a tensor's memory.
         """
         for value in leaves(given):
-            if isinstance(value, torch.Tensor):
-                if id(value) in self._found or id(value) in self._views or _lacks_memory(value):
-                    continue
-                if is_made(value) or self._is_constant(func, value) or self._is_saved(value):
-                    continue
-                key: Any = id(value)
-            elif isinstance(value, torch.ScriptObject):
-                key = _identity(value)
-                if key in self._found or key in self._objects:
-                    continue
-                if str(value._type().qualified_name()).startswith(_WITHOUT_TENSORS):
-                    continue
-            else:
-                continue
-            if inside_part():
+            key = self._key_of_new(func, value, is_made)
+            if key is None or inside_part():
                 continue
             place = None if self._held(value) else current_place()
             state = any(_argument(func, given, name) is value for name in _STATES)
@@ -109,6 +96,22 @@ class Reads:
             )
             if isinstance(value, torch.Tensor):
                 self._storages.add(value.untyped_storage()._cdata)
+
+    def _key_of_new(self, func: Any, value: Any, is_made: Callable[[torch.Tensor], bool]) -> Any:
+        """What something from outside is known by; None for what is known, or made by the run."""
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._found or id(value) in self._views or _lacks_memory(value):
+                return None
+            if is_made(value) or self._is_constant(func, value) or self._is_saved(value):
+                return None
+            return id(value)
+        if isinstance(value, torch.ScriptObject):
+            key = _identity(value)
+            if key in self._found or key in self._objects:
+                return None
+            named = str(value._type().qualified_name())
+            return None if named.startswith(_WITHOUT_TENSORS) else key
+        return None
 
     def after(self, result: Any, is_made: Callable[[torch.Tensor], bool]) -> None:
         """Note views of memory from outside, and objects, that an operation gave."""
@@ -184,20 +187,12 @@ def explain(
     unseen = [each for each in _unseen(read, watch, used) if not parts.covers(each.value)]
     if not unseen:
         return
-    thaw()
-    owners = [(each, thing) for each in unseen for thing in _in_python(each.value)]
-    things = [thing for _, thing in owners]
-    links, leads = holders_of(things, watch.objects, watch.visits)
-    held = [thing for thing, found in zip(things, leads, strict=True) if found]
-    if held:
-        parts.watch(Held(held, links))
-    explained = {id(each) for (each, _), found in zip(owners, leads, strict=True) if found}
+    explained = _watch_holders(unseen, watch, parts)
     if any(isinstance(each, _SCRIPTED) for each in watch.objects):
         return  # Its constants are where only TorchScript gets at them.
     watched = {storage._cdata for storage in watch.memory}
     for each in unseen:
-        value = each.value
-        if isinstance(value, torch.Tensor) and _is_explained(each, watched, device):
+        if _is_explained(each, watched, device):
             continue
         if each.by_script:
             continue
@@ -207,10 +202,22 @@ def explain(
         if not each.steady:
             why = "each call gets another one, which no operation of PyTorch's makes."
         raise CaptureError(
-            f"{each.operation} reads {_in_words(value)} that nobody could see replaced: {why}",
+            f"{each.operation} reads {_in_words(each.value)} that nobody could see replaced: {why}",
             where=each.place,
             remedy=_REMEDY,
         )
+
+
+def _watch_holders(unseen: Sequence[Read], watch: ModuleWatch, parts: Parts) -> set[int]:
+    """Have the places watched where code gets these from; of which there are any, by identity."""
+    thaw()
+    owners = [(each, thing) for each in unseen for thing in _in_python(each.value)]
+    things = [thing for _, thing in owners]
+    links, leads = holders_of(things, watch.objects, watch.visits)
+    held = [thing for thing, found in zip(things, leads, strict=True) if found]
+    if held:
+        parts.watch(Held(held, links))
+    return {id(each) for (each, _), found in zip(owners, leads, strict=True) if found}
 
 
 def _unseen(read: Sequence[Read], watch: ModuleWatch, used: Container[int]) -> list[Read]:
@@ -226,11 +233,13 @@ def _unseen(read: Sequence[Read], watch: ModuleWatch, used: Container[int]) -> l
 
 
 def _is_explained(read: Read, watched: Container[int], device: torch.device) -> bool:
-    """Whether a tensor that nobody holds need not be watched.
+    """Whether it is a tensor that need not be watched, although nobody holds it.
 
     It is a view of memory that is, or a constant of the host's, which segments copy at each call.
     """
     value = read.value
+    if not isinstance(value, torch.Tensor):
+        return False
     return value.untyped_storage()._cdata in watched or value.device.type != device.type
 
 

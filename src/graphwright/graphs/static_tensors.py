@@ -298,28 +298,31 @@ class StaticOutputs:
         makers: dict[int, _Maker] = {}
         for group in _by_storage(leaves):
             tensors = [leaves[index] for index in group]
-            slots = owners.get(tensors[0].untyped_storage()._cdata)
-            if slots is not None and tensors[0].untyped_storage().nbytes():
-                for index, tensor in zip(group, tensors, strict=True):
-                    makers[index] = _view_of_input(tensor, inputs, slots)
-            elif tensors[0].untyped_storage()._cdata in external:
-                for index, tensor in zip(group, tensors, strict=True):
-                    makers[index] = _unchanged(tensor.detach())
-            elif all(tensor is tensors[0] for tensor in tensors) and is_dense(tensors[0]):
-                for index in group:
-                    makers[index] = _base(len(self.bases))
-                self.bases.append(tensors[0])
+            storage = tensors[0].untyped_storage()
+            slots = owners.get(storage._cdata)
+            if slots is not None and storage.nbytes():
+                made = [_view_of_input(tensor, inputs, slots) for tensor in tensors]
+            elif storage._cdata in external:
+                made = [_unchanged(tensor.detach()) for tensor in tensors]
             else:
-                nbytes, places = _places_of(tensors)
-                for index, place, tensor in zip(group, places, tensors, strict=True):
-                    makers[index] = _view_of_base(len(self.bases), place, tensor)
-                self.bases.append(_range(tensors, places, nbytes))
+                made = self._copied(tensors)
+            makers |= zip(group, made, strict=True)
         self._makers = [
             makers[index] if index in makers else _unchanged(leaf)
             for index, leaf in enumerate(leaves)
         ]
         self._leaves = leaves
         self.single = len(self.bases) == 1 and tree is self.bases[0]
+
+    def _copied(self, tensors: Sequence[torch.Tensor]) -> list[_Maker]:
+        """Plan how to make results of one storage from a copy of it."""
+        number = len(self.bases)
+        if all(tensor is tensors[0] for tensor in tensors) and is_dense(tensors[0]):
+            self.bases.append(tensors[0])
+            return [_base(number)] * len(tensors)
+        nbytes, places = _places_of(tensors)
+        self.bases.append(_range(tensors, places, nbytes))
+        return [_view_of_base(number, *each) for each in zip(places, tensors, strict=True)]
 
     def alike(self, other: StaticOutputs) -> bool:
         """Whether both are the same tree with the same plain values; tensors are not compared."""

@@ -24,8 +24,7 @@ from ..calls.options import count_problem, refuse
 from ..calls.signature import CallSignature
 from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..calls.watch import ModuleWatch
-from ..dispatch.graphed_callable import GraphedCallable
-from ..dispatch.graphed_module import GraphedModule, graph
+from ..dispatch.graphed_module import GraphedModule, graph, graphs_of
 from ..errors import OptionError
 from ..evaluation.accuracy import difference
 from ..report.result import EAGER
@@ -487,11 +486,11 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
 
 def _options_of(config: ModelConfig) -> tuple[Buckets | None, Any, Any]:
     """Buckets, dynamic_shapes and pad: the caller's, or those that graph() was given."""
-    graphs = _graphs_of(config.model)
-    selector = getattr(graphs, "_selector", None)
-    if selector is None or config.buckets is not None:
+    graphs = graphs_of(config.model)
+    sizes = None if graphs is None else graphs.sizes()
+    if sizes is None or config.buckets is not None:
         return config.buckets, config.dynamic_shapes, config.pad
-    return selector.buckets, selector.dimensions.shapes, selector.dimensions.pad
+    return sizes.buckets, sizes.dynamic_shapes, sizes.pad
 
 
 def _names_in(dynamic_shapes: Any) -> tuple[str, ...]:
@@ -543,7 +542,7 @@ def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
     if isinstance(call, TunedModule):
         origin = choice_of(call).origin
         return call.report.chosen != EAGER and (origin is None or not origin.ranges)
-    return _graphs_of(call) is not None
+    return graphs_of(call) is not None
 
 
 def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -551,18 +550,12 @@ def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
     if isinstance(model, TunedModule):
         inner = choice_of(model).module
         return None if isinstance(inner, Absent) else _as_called(inner)
-    graphs = _graphs_of(model)
-    return model if graphs is None else graphs.fn
+    graphs = graphs_of(model)
+    return model if graphs is None else graphs.reference()
 
 
 def _as_called(module: nn.Module) -> Callable[..., Any]:
     return module.function_of() if isinstance(module, Called) else module
-
-
-def _graphs_of(model: Callable[..., Any]) -> GraphedCallable | None:
-    if isinstance(model, GraphedModule):
-        return model._graphs
-    return model if isinstance(model, GraphedCallable) else None
 
 
 def _samples_of(model: Callable[..., Any]) -> list[Any]:

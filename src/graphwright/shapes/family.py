@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
 from ..calls.snapshots import ModuleState, clone_leaves, layout
 from ..calls.split import Args, Kwargs, flatten, leaf_names, unflatten
-from ..errors import CaptureError
+from ..errors import CaptureError, SignatureError
 from ..evaluation.accuracy import difference
 from ..graphs.host_draws import Draw
 from ..graphs.journal import Journal
@@ -69,11 +69,12 @@ class ShapeFamily:
             grad: see above.
 
         Raises:
-            SignatureError: a declared pad value is no number.
+            SignatureError: a declared pad value is no number, or a tensor holds no values.
         """
         self.signature = signature
         self.grad = grad
         leaves, spec = flatten(args, kwargs)
+        _refuse_without_values(leaves)
         # A call with gaps in memory is also run as it is, to see whether the gaps matter.
         self._as_given = clone_leaves(leaves) if any(signature.gaps) else None
         declared = signature.dimensions.pads(args, kwargs)
@@ -368,6 +369,14 @@ class ShapeFamily:
             finally:
                 state.restore()
                 python_state.restore(python=True)
+
+
+def _refuse_without_values(leaves: Iterable[Any]) -> None:
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+        raise SignatureError(
+            "A tensor on the device meta holds no values, by which padding could be tried.",
+            remedy="Pass tensors on the model's device.",
+        )
 
 
 def _first_difference(result: Any, expected: Any) -> tuple[str, str] | None:

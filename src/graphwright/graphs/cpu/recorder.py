@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,20 @@ class _Step:
     grad: bool
 
 
+def _is_new(leaf: Any, known: Container[int], func: Any) -> bool:
+    """Whether a result of an operation is in new memory: no view, nor the argument itself.
+
+    Raises:
+        CaptureError: it is a value of Python's.
+    """
+    if isinstance(leaf, torch.Tensor):
+        storage = leaf.untyped_storage()
+        return storage.nbytes() > 0 and storage.data_ptr() not in known
+    if leaf is not None:
+        raise CaptureError(f"{func} gives Python a value, {leaf!r}.", remedy=_REMEDY)
+    return False
+
+
 class _Tape(Journal):
     """Records each operation, and moves its results into the arena.
 
@@ -226,14 +240,9 @@ class _Tape(Journal):
         targets: list[torch.Tensor | None] = []
         for index, leaf in enumerate(leaves):
             target = None
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                # A view, or the argument itself, needs no move.
-                if storage.nbytes() and storage.data_ptr() not in known:
-                    leaves[index] = leaf = self._move(leaf, moved)
-                    target = self._by_address(leaf)
-            elif leaf is not None:
-                raise CaptureError(f"{func} gives Python a value, {leaf!r}.", remedy=_REMEDY)
+            if _is_new(leaf, known, func):
+                leaves[index] = leaf = self._move(leaf, moved)
+                target = self._by_address(leaf)
             targets.append(target)
         step = None
         if needs_step(func, args, kwargs, made=any(t is not None for t in targets)):

@@ -18,22 +18,7 @@ def to_table(name: str, nodes: Sequence[Node], notes: Sequence[str]) -> str:
     kinds = Counter(node.kind for node in nodes)
     counts = ", ".join(f"{n} {plural(kind, n)}" for kind, n in kinds.most_common())
     lines = [cut(f"{name}: {counts or 'no nodes'}{_aside(nodes)}", WIDTH)]
-    waits = gaps(nodes)
-    timed = idle_us(nodes) is not None
-    head = ["#", "branch", "node"]
-    rows = [[str(node.index), _lane(node, nodes), _named(node)] for node in nodes]
-    if any(node.grid for node in nodes):
-        head += ["grid×block"]
-        for row, node in zip(rows, nodes, strict=True):
-            row.append(_launch(node))
-    head.append("bytes")
-    for row, node in zip(rows, nodes, strict=True):
-        row.append("" if node.bytes is None else size(node.bytes))
-    if timed:
-        head += ["µs", "idle"]
-        for row, node, gap in zip(rows, nodes, waits, strict=True):
-            took = node.duration_us
-            row += ["" if took is None else f"{took:.1f}", f"{gap:.1f}" if gap else ""]
+    head, rows = _columns(nodes)
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     left = max(0, WIDTH - sum(widths) - 2 * len(widths))
     head.append("from")
@@ -45,6 +30,25 @@ def to_table(name: str, nodes: Sequence[Node], notes: Sequence[str]) -> str:
     for note in notes:
         lines += wrapped(note)
     return "\n".join(lines)
+
+
+def _columns(nodes: Sequence[Node]) -> tuple[list[str], list[list[str]]]:
+    """The columns but for the last one: their names, and a row for each node."""
+    head = ["#", "branch", "node"]
+    rows = [[str(node.index), _lane(node, nodes), _named(node)] for node in nodes]
+    if any(node.grid for node in nodes):
+        head += ["grid×block"]
+        for row, node in zip(rows, nodes, strict=True):
+            row.append(_launch(node))
+    head.append("bytes")
+    for row, node in zip(rows, nodes, strict=True):
+        row.append("" if node.bytes is None else size(node.bytes))
+    if idle_us(nodes) is not None:
+        head += ["µs", "idle"]
+        for row, node, gap in zip(rows, nodes, gaps(nodes), strict=True):
+            took = node.duration_us
+            row += ["" if took is None else f"{took:.1f}", f"{gap:.1f}" if gap else ""]
+    return head, rows
 
 
 def plural(kind: str, count: int) -> str:

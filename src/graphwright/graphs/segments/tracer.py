@@ -298,14 +298,18 @@ class Tracer(Journal):
             return made
         if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
             raise CaptureError(f"{self.operation} gives a tensor that is not a plain dense one.")
+        return self._placed(leaf, breaks=breaks)
+
+    def _placed(self, leaf: Any, *, breaks: bool) -> Any:
+        """Where the memory of a tensor is that an operation gave."""
         storage = leaf.untyped_storage()
         number = self.numbers.get(storage._cdata)
-        known = storage._cdata in self._inputs or storage._cdata in self.external
+        place = self._inputs.get(storage._cdata)
+        known = place is not None or storage._cdata in self.external
         if breaks and (known or number is not None) and storage.nbytes():
             raise CaptureError(f"{self.operation} gives a view of what it was given.")
         if number is None:
-            if storage._cdata in self._inputs and storage.nbytes():
-                place = self._inputs[storage._cdata]
+            if place is not None and storage.nbytes():
                 return Placed(place, leaf.storage_offset(), Geometry.of(leaf))
             if known and storage.nbytes():
                 return Kept(leaf.detach())
@@ -421,10 +425,15 @@ class Tracer(Journal):
         if not self.on_cuda:
             return False
         if func._opname in _WRITES_BY_INDEX and _has_masks(args[1]):
-            value, accumulates = args[2], len(args) > 3 and args[3]
-            number = value.dim() == 0 and value.device.type == "cpu"
-            return not number or accumulates or len([i for i in args[1] if i is not None]) > 1
+            return not _fills_by_mask(args)
         return bool(func._opname == "copy_" and args[0].device.type == "cpu")
+
+
+def _fills_by_mask(args: tuple[Any, ...]) -> bool:
+    """Whether a write by index puts one number of the host's where a single mask says so."""
+    value, accumulates = args[2], len(args) > 3 and args[3]
+    number = value.dim() == 0 and value.device.type == "cpu"
+    return number and not accumulates and len([i for i in args[1] if i is not None]) <= 1
 
 
 def _has_masks(indices: Iterable[torch.Tensor | None]) -> bool:

@@ -18,7 +18,16 @@ from ...calls.modes import opaque
 from ...calls.modules import FunctionModule, forward_of_class
 from ...calls.signature import CallSignature, inside_transform
 from ...calls.watch import ModuleWatch
-from ...dispatch.graphed_callable import NOT_YET, UNPAID, OnMiss
+from ...dispatch.decision import (
+    CAPTURED,
+    NOT_YET,
+    TRANSFORMED,
+    UNCAPTURED,
+    UNDER_HOOKS,
+    UNFITTING,
+    UNPAID,
+)
+from ...dispatch.graphed_callable import OnMiss
 from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
 from ...graphs.capture_budget import Looks, now
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
@@ -157,7 +166,7 @@ class GraphedForward(FunctionStandIn):
             if self._on_miss != "capture":
                 return self._answer_miss(args, kwargs)
             if self._was_refused(args, kwargs):
-                self.statistics.eager["it could not be captured"] += 1
+                self.statistics.eager[UNCAPTURED] += 1
                 return self._call_original(args, kwargs)
             try:
                 pair = self._capture_in_budget(args, kwargs, began)
@@ -355,14 +364,14 @@ class GraphedForward(FunctionStandIn):
         device = self.pool.device
         on_cuda = device is not None and device.type == "cuda"
         if capturing_now() or (on_cuda and torch.cuda.is_current_stream_capturing()):
-            return "inside another capture"
+            return CAPTURED
         if id(self.pool) in BUSY:
             # This may be autograd's thread, in a backward that the capture waits for.
             return "another thread captures in the same pool"
         if torch.compiler.is_compiling() or inside_transform():
-            return "inside of torch.compile, a transform or a dispatch mode"
+            return TRANSFORMED
         if under_hooks_for_saved_tensors():
-            return "under hooks for saved tensors"
+            return UNDER_HOOKS
         return None
 
     def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
@@ -396,7 +405,7 @@ class GraphedForward(FunctionStandIn):
                 f"The call is of another kind than was captured: {self._difference(args, kwargs)}.",
                 remedy="Use on_miss='capture' or on_miss='eager'.",
             )
-        self.statistics.eager["a call of another kind"] += 1
+        self.statistics.eager[UNFITTING] += 1
         return self._call_original(args, kwargs)
 
     def _call_original(self, args: Any, kwargs: Any) -> Any:
@@ -416,7 +425,7 @@ class GraphedForward(FunctionStandIn):
     def _give_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
         """Run a call that cannot be captured; if that works, warn once that it has no graph."""
         result = self._call_original(args, kwargs)
-        self.statistics.eager["it could not be captured"] += 1
+        self.statistics.eager[UNCAPTURED] += 1
         try:
             any_order = not sees_order(self.original)
             signature = CallSignature.of(args, kwargs, any_order=any_order)

@@ -29,6 +29,7 @@ from ...calls.options import (
 from ...calls.plurals import counted
 from ...calls.signature import CallSignature, inside_transform
 from ...calls.split import Args, Kwargs, require_grad, tensors_of
+from ...dispatch.decision import CAPTURED, CLOSED, UNCAPTURED, UNDER_HOOKS, UNFITTING, UNPAID
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
@@ -60,8 +61,6 @@ OnMiss = Literal["capture", "eager", "error"]
 _FIRST = "first step of an optimizer"
 # Steps until a refused capture is tried again; what made the step fail may be gone.
 _RETRY = 16
-_REFUSED = "it cannot be captured"
-_UNPAID = "capturing does not pay off"
 # Kinds of steps without a graph that are remembered, in case they come back.
 _MAX_SEEN = 256
 # How many graphs are kept whose options are others than at present: these may come back.
@@ -251,7 +250,7 @@ class GraphedStep(RunsStep):
 
     def _answer(self, args: Args, kwargs: Kwargs, *, again: bool = False) -> Any:
         if self._closed or self.pool.closed:
-            return self._run_eagerly("closed", args, kwargs)
+            return self._run_eagerly(CLOSED, args, kwargs)
         if only_for_inference() or (inside_transform() and not capturing_now()):
             raise CaptureError(
                 f"The training step {name_of_step(self._step)} is part of a call that is captured, "
@@ -259,9 +258,9 @@ class GraphedStep(RunsStep):
                 remedy="Call the step where that call is made.",
             )
         if capturing_now():
-            return self._run_eagerly("inside another capture", args, kwargs)
+            return self._run_eagerly(CAPTURED, args, kwargs)
         if under_hooks_for_saved_tensors():
-            return self._run_eagerly("under hooks for saved tensors", args, kwargs)
+            return self._run_eagerly(UNDER_HOOKS, args, kwargs)
         if torch.is_anomaly_enabled():  # It looks at each gradient on the host.
             return self._run_eagerly("under anomaly detection", args, kwargs)
         if self._graphs:
@@ -297,7 +296,7 @@ class GraphedStep(RunsStep):
         self._drop(graph)
         if again:
             why = "the state of an optimizer is of another kind every time"
-            return self._fall_back(_REFUSED, why, args, kwargs)
+            return self._fall_back(UNCAPTURED, why, args, kwargs)
         return self._answer(args, kwargs, again=True)
 
     def _find(self, args: Args, kwargs: Kwargs) -> CapturedStep | None:
@@ -347,14 +346,14 @@ class GraphedStep(RunsStep):
         changed = list(self._graphs[0].settings.differences()) if self._graphs else []
         followed = self._drop_stale(changed)
         if self._on_miss != "capture" and not self._had_graph(args, kwargs):
-            return None, "no graph fits", why
+            return None, UNFITTING, why
         if not self._has_room():
             return None, f"max_graphs={self._max_graphs} allows no more graphs", why
         known = next((each for each in self._refused if each.signature.fits(args, kwargs)), None)
         if known is not None:
             known.waits -= 1
             if known.waits > 0:
-                return None, _REFUSED, known.reason
+                return None, UNCAPTURED, known.reason
         try:
             # There are only so many numbers that can be followed, each once.
             comes_back = self._sight(args, kwargs) or followed
@@ -364,11 +363,11 @@ class GraphedStep(RunsStep):
             let_go(error)  # Its frames hold gradients.
             reason = in_words(error)[0]
             self._note_refusal(known, reason, args, kwargs)
-            return None, _REFUSED, reason
+            return None, UNCAPTURED, reason
         if graph is None:
             if changed:
                 why += f"; {self._builder.why_constant(changed[0])}. Change it more rarely"
-            return None, _UNPAID, why
+            return None, UNPAID, why
         if known is not None:
             self._refused.remove(known)
         return graph, "", ""
