@@ -76,6 +76,11 @@ class Origin:
     ranges: tuple[Range, ...] = ()
     switches: Mapping[str, Any] = field(default_factory=read)
 
+    @property
+    def self_contained(self) -> bool:
+        """Whether nothing that was built runs Python of the model's."""
+        return bool(self.builts) and all(built.self_contained for built in self.builts)
+
 
 @dataclass(frozen=True)
 class Apart:
@@ -144,14 +149,11 @@ class TunedChoice:
         self.fallback = ModelFallback(module, on_miss, quiet=report.chosen == EAGER)
         self.calls = self.fallback.calls
         winner = report.chosen if origin is None else origin.candidate.name
-        self.plain: Callable[..., Any] | None = None
-        if winner == EAGER and table and there:
-            self.plain = module.function_of() if isinstance(module, Called) else module
+        self.plain = _as_called(module) if winner == EAGER and table and there else None
         copies = watch is not None and watch.values
         # bool() is False, and quicker than a function in Python.
         self.may_not_launch: Callable[[], bool] = captured_by_others if copies else bool
-        builts = () if origin is None else origin.builts
-        self.looks_later = pure and bool(builts) and all(each.self_contained for each in builts)
+        self.looks_later = pure and origin is not None and origin.self_contained
         self._changed_last_time = False
 
     def padded_callable_for(
@@ -207,6 +209,10 @@ class TunedChoice:
             self.fallback.last = change
         self._changed_last_time = change is not None
         return self._changed_last_time
+
+
+def _as_called(module: nn.Module) -> Callable[..., Any]:
+    return module.function_of() if isinstance(module, Called) else module
 
 
 def choice_of(tuned: TunedModule) -> TunedChoice:

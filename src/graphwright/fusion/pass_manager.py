@@ -339,7 +339,7 @@ def _optimised(
     known = truth()
     # What is wrong, or had no time, is not tried again with fewer others.
     left_out = list(region.left_out)
-    names = {name for name, _ in left_out}
+    names = dict(left_out)
     work = replace(work, passes=[each for each in work.passes if each.name not in names])
     for name, group in GROUPS.items():
         done = {each for each, _ in region.done} & {each.name for each in group}

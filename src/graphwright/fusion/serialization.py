@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -98,17 +98,7 @@ def seen(graph: fx.GraphModule) -> frozenset[str]:
     Raises:
         StrategyFailed: such memory is held in several layouts, which would come back apart.
     """
-    found, looked = set(), set()
-    todo = [node for end in graph.graph.nodes if end.op == "output" for node in end.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node in looked:
-            continue
-        looked.add(node)
-        if node.op == "get_attr":
-            found.add(node.name)
-        elif node.target is operator.getitem or _may_alias(node.target):
-            todo += node.all_input_nodes
+    found = _may_be_results(graph)
     held = {node.name: constant(graph, node) for node in graph.graph.nodes if node.op == "get_attr"}
     places = {
         name: (t.untyped_storage().data_ptr(), (t.storage_offset(), t.shape, t.stride(), t.dtype))
@@ -120,6 +110,22 @@ def seen(graph: fx.GraphModule) -> frozenset[str]:
     if len(set(beside.values())) > len({memory for memory, _ in beside.values()}):
         raise StrategyFailed("a result may be memory that the graph holds in several layouts")
     return frozenset(found | set(beside))
+
+
+def _may_be_results(graph: fx.GraphModule) -> set[str]:
+    """The tensors that a graph holds and that operations may hand on to its results."""
+    found, looked = set(), set()
+    todo = [node for end in graph.graph.nodes if end.op == "output" for node in end.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node in looked:
+            continue
+        looked.add(node)
+        if node.op == "get_attr":
+            found.add(node.name)
+        elif node.target is operator.getitem or _may_alias(node.target):
+            todo += node.all_input_nodes
+    return found
 
 
 def _may_alias(operation: Any) -> bool:
@@ -153,26 +159,14 @@ def read(
             elif op == "get_attr":
                 tensor = tensors[name].to(device)
                 if "packed" in entry:
-                    how = [[int(each) for each in given] for given in entry["packed"][:3]]
-                    groups, sizes = int(entry["packed"][3]), [int(n) for n in entry["packed"][4]]
-                    # oneDNN divides by them, and does not ask.
-                    if min(*how[1], *how[2], groups, *sizes) < 1 or min(how[0]) < 0:
-                        raise ValueError("a convolution has no such steps or sizes")
-                    reorder = torch.ops.mkldnn._reorder_convolution_weight
-                    tensor = reorder(tensor, *how, groups, sizes)
+                    tensor = _packed(tensor, entry["packed"])
                 module.register_buffer(own, tensor, persistent=False)
                 node = graph.get_attr(own)
                 if "packed" in entry:
                     node.meta["packed"] = entry["packed"]
             elif op == "call_function":
                 args, kwargs = (_value(entry[n], known, device) for n in ("args", "kwargs"))
-                target: Any = operator.getitem
-                if entry["target"] != "getitem":
-                    target = _operation(str(entry["target"]))
-                formal = {a.name for a in target._schema.arguments} if kwargs else set()
-                if not set(kwargs) <= formal:
-                    raise ValueError(f"{target} has no arguments {', '.join(set(kwargs) - formal)}")
-                node = graph.call_function(target, args, kwargs)
+                node = graph.call_function(_target(entry["target"], kwargs), args, kwargs)
             elif op == "output":
                 node = graph.output(_value(entry["args"], known, device)[0])
             else:
@@ -183,6 +177,26 @@ def read(
         raise
     except Exception as error:
         raise StrategyFailed(f"the stored graph is damaged: {error!r}") from error
+
+
+def _packed(tensor: torch.Tensor, given: Any) -> torch.Tensor:
+    """A weight in the layout that oneDNN has for it; see `_packing`."""
+    how = [[int(each) for each in several] for several in given[:3]]
+    groups, sizes = int(given[3]), [int(n) for n in given[4]]
+    # oneDNN divides by them, and does not ask.
+    if min(*how[1], *how[2], groups, *sizes) < 1 or min(how[0]) < 0:
+        raise ValueError("a convolution has no such steps or sizes")
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_convolution_weight(tensor, *how, groups, sizes)
+    return packed
+
+
+def _target(name: Json, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """What a node calls, if it takes these keyword arguments."""
+    target: Any = operator.getitem if name == "getitem" else _operation(str(name))
+    formal = {a.name for a in target._schema.arguments} if kwargs else set()
+    if not set(kwargs) <= formal:
+        raise ValueError(f"{target} has no arguments {', '.join(set(kwargs) - formal)}")
+    return cast("Callable[..., Any]", target)
 
 
 def _operation(name: str) -> Callable[..., Any]:

@@ -217,11 +217,6 @@ class MemoryPool:
         held = f"{counted(len(self._alive()), 'graph')} in {format_bytes(self.reserved)}{limit}"
         return f"<MemoryPool on {self.device}: {held}>"
 
-    def _order(self) -> None:
-        """Have what follows on the current stream wait for the pool's last replay."""
-        assert self._recorder is not None
-        self._recorder.order()
-
     def _trim(self) -> None:
         """Hand back unused memory that no graph might use as workspace."""
         if self._recorder is not None:
@@ -252,6 +247,22 @@ def pool_of_one_graph(device: torch.device | str | None = None) -> MemoryPool:
 def lock_of(pool: MemoryPool) -> Any:
     """What is held while a graph of a pool is recorded, replayed or closed."""
     return pool._lock
+
+
+def budget_of(pool: MemoryPool) -> CaptureBudget:
+    """What all captures in a pool are paid from."""
+    return pool._budget
+
+
+def order(pool: MemoryPool) -> None:
+    """Have what follows on the current stream wait for a pool's last replay."""
+    assert pool._recorder is not None
+    pool._recorder.order()
+
+
+def trim(pool: MemoryPool) -> None:
+    """Hand back unused memory of a pool that no graph might use as workspace."""
+    pool._trim()
 
 
 def recorder_for(pool: MemoryPool, device: torch.device) -> Recorder:

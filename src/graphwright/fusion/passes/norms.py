@@ -53,10 +53,8 @@ def _with_sum(
     # At the sum's place: what else uses it comes after.
     bias = None if layer_norm is None else layer_norm["bias"]
     later = [row for row in (weight, bias) if row is not None]
-    for row in later:
-        value = constant(graph, row)
-        if value is None or value.dtype != x.dtype:
-            return None
+    if not _are_constants(graph, later, x.dtype):
+        return None
     with graph.graph.inserting_before(total):
         rows = [graph.graph.get_attr(n.target) for n in later]
         for row, old in zip(rows, later, strict=True):
@@ -85,6 +83,12 @@ def _with_sum(
     return Change(f"sum and {'layer' if layer_norm is not None else 'rms'} norm", names)
 
 
+def _are_constants(graph: fx.GraphModule, rows: list[fx.Node], dtype: torch.dtype) -> bool:
+    """Whether weight and bias are constants of a precision."""
+    known = [constant(graph, row) for row in rows]
+    return all(row is not None and row.dtype == dtype for row in known)
+
+
 def _norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Layer norms of no sum, by a kernel of ours."""
     found = []
@@ -94,8 +98,7 @@ def _norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if x is None or not _is_last_dimension(given["input"], given["normalized_shape"]):
             continue
         rows = [row for row in (given["weight"], given["bias"]) if row is not None]
-        known = [constant(graph, row) for row in rows]
-        if any(row is None or row.dtype != x.dtype for row in known):
+        if not _are_constants(graph, rows, x.dtype):
             continue
         args = given["input"], given["weight"], given["bias"], given["eps"]
         name = node.name

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import CaptureError
+from ...graphs.memory import lock_of
 from ...graphs.recorder import Recording
 from ...graphs.static_tensors import Geometry, StaticInputs, copy
 from .outputs import Outputs
@@ -188,7 +189,7 @@ class Lease:
             CaptureError: another forward has used the memory, the graph is closed, or there is no
                 backward.
         """
-        lock = self.pair.pool._lock
+        lock = lock_of(self.pair.pool)
         # A capture on another thread may hold it and wait for this thread in turn.
         if not lock.acquire(timeout=_PATIENCE_S):
             raise CaptureError(

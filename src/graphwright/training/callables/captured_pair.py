@@ -42,6 +42,7 @@ from ...graphs.memory import (
     recording_in,
     retire,
     sweep,
+    trim,
 )
 from ...graphs.python_state import PythonState, place_of
 from ...graphs.reads import Read, explain
@@ -336,7 +337,7 @@ class CapturedPair(Graph):
         # Unlike the first set: nothing gives way for it, and its backward's memory is there.
         needed = self._sets[0].nbytes
         prediction = MemoryPrediction(needed, (needed,), self._warmed.contributors)
-        pool._trim()
+        trim(pool)
         before = pool.reserved
         if pool.limit is not None and before + needed > pool.limit:
             raise exceeded(pool, self, prediction)
@@ -355,7 +356,7 @@ class CapturedPair(Graph):
             let_go(error)
             del made
             sweep(pool)
-            pool._trim()
+            trim(pool)
             raise
         self._sets.append(made)
         self._held.append(warmed.external)

@@ -31,7 +31,7 @@ from ...dispatch.graphed_callable import OnMiss
 from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
 from ...graphs.capture_budget import Looks, now
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
-from ...graphs.memory import MemoryPool
+from ...graphs.memory import MemoryPool, budget_of, lock_of
 from ...graphs.turns import turns_of
 from .activations import Lease
 from .captured_pair import BUSY, CapturedPair
@@ -112,6 +112,7 @@ class GraphedForward(FunctionStandIn):
         self._mode = self._owner.training
         self._turns = turns_of(self._owner, fn if self._module is None else None)
         self.pool = pool
+        self._lock = lock_of(pool)
         self.statistics = TrainingCallStatistics()
         self._warmup = warmup
         self._allow_unused = allow_unused
@@ -158,7 +159,7 @@ class GraphedForward(FunctionStandIn):
         if began < self._looks.until_s:
             self.statistics.eager[self._rests_for] += 1
             return self._call_original(args, kwargs)
-        with self.pool._lock:
+        with self._lock:
             pair = self._find(args, kwargs)
             lease = None if pair is None else pair.reserve()
         if pair is None:
@@ -188,7 +189,7 @@ class GraphedForward(FunctionStandIn):
     def _capture_in_budget(self, args: Any, kwargs: Any, began: float) -> CapturedPair | None:
         """Capture a call that no graph fits, which was looked for since `began`, if allowed."""
         is_new, comes_back = self._sight(args, kwargs)
-        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+        with budget_of(self.pool).capture(self._answered, comes_back=comes_back) as capture:
             if capture.allowed:
                 return self._capture(args, kwargs)
         self._postpone(args, kwargs, now() - began, is_new=is_new)
@@ -232,7 +233,7 @@ class GraphedForward(FunctionStandIn):
             held: identities of the tensors that the module holds now.
         """
         self._seen = [seen for seen in self._seen if not seen.watch.rebound(held)]
-        with self.pool._lock:
+        with self._lock:
             self._pairs = [pair for pair in self._pairs if not pair.is_stale(held)]
             held = held.union(*([id(t) for t in pair.trained] for pair in self._pairs))
             self._ever_trained = [t for t in self._ever_trained if id(t) in held]
@@ -270,7 +271,7 @@ class GraphedForward(FunctionStandIn):
             return refusal
         try:
             # In the same order as for a capture.
-            with self._turns.alone(), self.pool._lock:
+            with self._turns.alone(), self._lock:
                 return self._add_set(args, kwargs)
         except GraphwrightError as error:
             return pair.why_no_more_sets() or pair.refuse_sets(error)
@@ -342,7 +343,7 @@ class GraphedForward(FunctionStandIn):
             pair.close()
         self._pairs = []
         self._begin_anew()
-        self.pool._budget.renew()
+        budget_of(self.pool).renew()
 
     def __repr__(self) -> str:
         return f"<graphed {getattr(self.original, '__qualname__', self.original)!s}>"
@@ -375,7 +376,7 @@ class GraphedForward(FunctionStandIn):
 
     def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
         # Before the lock: it waits for eager calls of other threads, which may need the lock.
-        with self._turns.alone(), self.pool._lock:
+        with self._turns.alone(), self._lock:
             # Another thread may have captured it meanwhile.
             found = self._find(args, kwargs)
             return self._capture_new(args, kwargs) if found is None else found

@@ -40,7 +40,15 @@ from ...errors import (
 )
 from ...graphs.conditions import capturing_now, only_for_inference, under_hooks_for_saved_tensors
 from ...graphs.graph import GraphState
-from ...graphs.memory import MemoryPool, format_bytes, pool_problem
+from ...graphs.memory import (
+    MemoryPool,
+    budget_of,
+    format_bytes,
+    lock_of,
+    order,
+    pool_problem,
+    trim,
+)
 from ...graphs.transaction import let_go
 from .body import name_of_step, run_detached
 from .builder import StepBuilder
@@ -132,6 +140,7 @@ class GraphedStep(RunsStep):
     ) -> None:
         """The arguments are those of `graph_step`."""
         self.pool = pool
+        self._lock, self._budget = lock_of(pool), budget_of(pool)
         self._step = step
         self._scheduler = scheduler
         self._on_miss = on_miss
@@ -177,7 +186,7 @@ class GraphedStep(RunsStep):
             SignatureError: no graph fits the batch, and on_miss is "error".
         """
         # Inference mode would forbid training.
-        with self.pool._lock, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False):
             result = self._answer(batch, kwargs)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -207,14 +216,14 @@ class GraphedStep(RunsStep):
 
     def release(self) -> None:
         """Close all graphs; the next steps capture them again."""
-        with self.pool._lock:
+        with self._lock:
             for graph in self._graphs:
                 graph.close()
             self._graphs = []
             self._refused = []
             self._seen = []
-            self.pool._budget.renew()
-            self.pool._trim()
+            self._budget.renew()
+            trim(self.pool)
 
     def close(self) -> None:
         """Close all graphs for good; later steps are eager."""
@@ -255,7 +264,7 @@ class GraphedStep(RunsStep):
         if torch.is_anomaly_enabled():  # It looks at each gradient on the host.
             return self._run_eagerly("under anomaly detection", args, kwargs)
         if self._graphs:
-            self.pool._order()  # Code here may write to what graphs read.
+            order(self.pool)  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)
         if graph is None:
             if require_grad(args, kwargs):
@@ -348,7 +357,7 @@ class GraphedStep(RunsStep):
         try:
             # There are only so many numbers that can be followed, each once.
             comes_back = self._sight(args, kwargs) or followed
-            with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+            with self._budget.capture(self._answered, comes_back=comes_back) as capture:
                 graph = self._capture_in_limit(args, kwargs) if capture.allowed else None
         except (CaptureError, MemoryBudgetExceeded) as error:
             let_go(error)  # Its frames hold gradients.
@@ -429,7 +438,7 @@ class GraphedStep(RunsStep):
 
     def _capture(self, args: Args, kwargs: Kwargs) -> CapturedStep:
         """Capture the step as it is now; what the runs change is put back."""
-        with self.pool._lock, self._recount_users():
+        with self._lock, self._recount_users():
             graph = self._builder.capture(args, kwargs, self.pool, self._warmup)
         self._graphs.insert(0, graph)
         if all(graph.signature != known for known in self._captured):
