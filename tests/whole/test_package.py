@@ -61,7 +61,7 @@ FACES = {
     "Profile": "call_s compare device environment figures name notes remedies remedy roofs save "
     "save_roofline save_timeline save_trace seconds table times to_dict to_html to_json training "
     "verdict",
-    "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
+    "Report": "break_even budget_s check chosen chosen_row cost created curve eager_error environment "
     "figure from_json host_s input_bytes inputs interrupted left_out model notes objective "
     "own_error predictions ratios reason recalled row rows save seconds shapes speedup to_dict "
     "to_frame to_html to_json",
