@@ -46,7 +46,7 @@ FACES = {
     "FusedModule": "calls explain module regions untraced",
     "Graph": "branches close dump inputs memory mutates name nbytes node_count nodes outputs pool "
     "random replay state",
-    "GraphedCallable": f"{_CALLABLE} fn graph_for on_miss",
+    "GraphedCallable": f"{_CALLABLE} fn graph_for on_miss reference sizes",
     "GraphedModule": f"{_CALLABLE} module",
     "GraphedStep": "close explain pool release statistics",
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
@@ -61,10 +61,10 @@ FACES = {
     "Profile": "call_s compare device environment figures name notes remedies remedy roofs save "
     "save_roofline save_timeline save_trace seconds table times to_dict to_html to_json training "
     "verdict",
-    "Report": "break_even budget_s check chosen chosen_row cost created curve eager_error environment "
-    "figure from_json host_s input_bytes inputs interrupted left_out model notes objective "
-    "own_error predictions ratios reason recalled row rows save seconds shapes speedup to_dict "
-    "to_frame to_html to_json",
+    "Report": "break_even budget_s check chosen chosen_row cost created curve eager_error "
+    "environment figure from_json host_s input_bytes inputs interrupted left_out model "
+    "notes objective own_error predictions ratios reason recalled row rows save seconds "
+    "shapes speedup to_dict to_frame to_html to_json",
     "TunedModule": "calls explain module report",
 }
 
