@@ -172,9 +172,9 @@ def raises_later(model: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def right_but_slower(model: nn.Module) -> Callable[..., Any]:
+def right_but_slower(model: nn.Module, seconds: float = 2e-3) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        end = time.perf_counter() + 2e-2  # Far beyond eager on a GPU that others use, too.
+        end = time.perf_counter() + seconds
         with torch.no_grad():
             y = model(*args, **kwargs)
         while time.perf_counter() < end:
@@ -182,6 +182,11 @@ def right_but_slower(model: nn.Module) -> Callable[..., Any]:
         return y
 
     return call
+
+
+def far_slower(model: nn.Module) -> Callable[..., Any]:
+    """Beyond eager on a GPU that others use, too."""
+    return right_but_slower(model, 2e-2)
 
 
 def corrupts_weights(model: nn.Module) -> Callable[..., Any]:

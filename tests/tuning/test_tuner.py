@@ -34,7 +34,7 @@ DEFECTS = {
     "aliasing": (planted.aliases_input, Status.WRONG),
     "one per cent": (planted.off_by_one_per_cent, Status.WRONG),
     "raising": (planted.raises, Status.FAILED),
-    "slow": (planted.right_but_slower, Status.SLOWER),
+    "slow": (planted.far_slower, Status.SLOWER),
     "static": (planted.static_output, Status.WRONG),
     "address": (planted.cached_by_address, Status.WRONG),
     "raising later": (planted.raises_later, Status.FAILED),
