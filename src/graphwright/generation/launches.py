@@ -1,0 +1,176 @@
+"""A step that changes tensors in place, run many times: several times in one graph.
+
+The end is seen late: whether all sequences have ended is copied to the host beside the next launch
+and read after it, so that the device never waits for the host. What runs too much has no effect,
+which is up to the step: it writes nothing more of a sequence that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from ..dispatch.graphed_callable import GraphedCallable
+from ..errors import GraphwrightError
+from ..graphs.memory import MemoryPool
+
+Step = Callable[[], None]
+
+# Steps in one graph, where nothing has to look at each: the host works once for all of them.
+STEPS_PER_LAUNCH = 8
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How the steps of a loop were answered.
+
+    Attributes:
+        steps: steps that ran.
+        launches: calls that they were made by.
+        graphed: launches that a graph answered.
+        captures: graphs that were captured for them.
+    """
+
+    steps: int = 0
+    launches: int = 0
+    graphed: int = 0
+    captures: int = 0
+
+
+@dataclass(eq=False)
+class StepGraphs:
+    """One step, and the graphs that run it once or several times.
+
+    Args:
+        step: changes tensors in place, and nothing else; it reads nothing on the host.
+        pool: the memory of the graphs.
+
+    Attributes:
+        refused: why there can be no graph; None if there can.
+    """
+
+    step: Step
+    pool: MemoryPool
+    refused: GraphwrightError | None = None
+    _graphs: dict[int, GraphedCallable] = field(default_factory=dict)
+    _eager: int = 0
+
+    def launch(self, steps: int) -> None:
+        """Run the step so many times, by one graph; eagerly where there can be none."""
+        graph = self._graphs.get(steps)
+        if graph is None and self.refused is None:
+            graph = GraphedCallable(repeated(self.step, steps), pool=self.pool, outputs="static")
+            try:
+                # Nobody else decides whether this pays: the loop has many steps to go.
+                graph.prepare([()], progress=False)
+            except GraphwrightError as error:
+                self.refused = error
+            else:
+                self._graphs[steps] = graph
+        if self.refused is None and graph is not None:
+            graph()
+            return
+        for _ in range(steps):
+            self.step()
+        self._eager += steps
+
+    @property
+    def counts(self) -> Counts:
+        """How the launches went so far."""
+        found = Counts(self._eager, self._eager)
+        for steps, graph in self._graphs.items():
+            made = graph.statistics
+            calls = made.hits + sum(made.eager.values())
+            found = Counts(
+                found.steps + calls * steps,
+                found.launches + calls,
+                found.graphed + made.hits,
+                found.captures + made.captures,
+            )
+        return found
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Launches that no graph answered, by reason."""
+        found: dict[str, int] = {}
+        for graph in self._graphs.values():
+            for reason, calls in graph.statistics.eager.items():
+                found[reason] = found.get(reason, 0) + calls
+        return found
+
+    def close(self) -> None:
+        """Close the graphs for good."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+
+
+def repeated(step: Step, times: int) -> Step:
+    """The step, several times in a row."""
+    if times == 1:
+        return step
+
+    def steps() -> None:
+        for _ in range(times):
+            step()
+
+    return steps
+
+
+class LateFlag:
+    """A boolean on the device, as the host knows it one launch later.
+
+    Args:
+        flag: shape (), bool; a launch changes it in place.
+    """
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self._flag = flag
+        on_host = flag.device.type == "cpu"
+        self._slots = [
+            torch.zeros_like(flag, device="cpu", pin_memory=not on_host) for _ in range(2)
+        ]
+        self._events = [None if on_host else torch.Event(device=flag.device) for _ in range(2)]
+        self._asked = 0
+
+    def after_launch(self) -> bool:
+        """Begin to read the flag, and give what it was after the launch before this one."""
+        now, before = self._asked % 2, (self._asked + 1) % 2
+        self._slots[now].copy_(self._flag, non_blocking=True)
+        event = self._events[now]
+        if event is not None:
+            event.record()
+        self._asked += 1
+        if self._asked == 1:
+            return False
+        event = self._events[before]
+        if event is not None:
+            event.synchronize()
+        return bool(self._slots[before])
+
+
+def launches(
+    graphs: Callable[[int], StepGraphs], steps: int, *, at_once: int, ended: torch.Tensor | None
+) -> Iterator[int]:
+    """Run a step up to so many times, and give the number of steps of each launch.
+
+    Args:
+        graphs: the graphs that may run when so many steps are done after them.
+        steps: the most steps to run.
+        at_once: the steps of one launch; those that are left over run one by one.
+        ended: shape (), bool, on the device: nothing is left to do. None if nothing ends early.
+
+    Yields:
+        how many steps were launched, after each launch.
+    """
+    late = None if ended is None else LateFlag(ended)
+    done = 0
+    while done < steps:
+        count = at_once if steps - done >= at_once else 1
+        done += count
+        graphs(done).launch(count)
+        yield count
+        if late is not None and late.after_launch():
+            return
