@@ -44,7 +44,9 @@ MACHINERY = frozenset(
 # Packages of PyTorch's with objects that a call reads: hooks that make weights.
 _READ_OF_PYTORCH = ("torch.nn.", "torch.ao.nn.", "torch._library.custom_ops")
 # What a call runs of ours, as if the user had written it: decode steps and their caches.
-_STEPS = "graphwright.generation."
+_STEPS = tuple(
+    f"graphwright.generation.{name}" for name in ("decoder", "processors", "static_cache", "steps")
+)
 # Code that names one of these may read attributes that it does not name.
 _DYNAMIC = frozenset(
     ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
@@ -549,5 +551,5 @@ def is_machinery(value: Any) -> bool:
     if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
         return True
     module = type(value).__module__
-    read = (*_READ_OF_PYTORCH, _STEPS)
+    read = (*_READ_OF_PYTORCH, *_STEPS)
     return module.partition(".")[0] in MACHINERY and not module.startswith(read)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import time
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,13 +15,13 @@ import torch
 
 from ..calls.options import names_checked, refuse
 from ..calls.plurals import counted
-from ..errors import CaptureError, FallbackWarning, GraphwrightError
+from ..errors import CaptureError, FallbackWarning
 from ..graphs.memory import MemoryPool
-from .launches import STEPS_PER_LAUNCH, Counts, StepGraphs, launches
-from .processors import StaticProcessor, static
+from .launches import STEPS_PER_LAUNCH, Counts
 
 if TYPE_CHECKING:
-    from .decoder import Choice, Decoder, Inputs
+    from .decode_steps import DecodeSteps
+    from .decoder import Inputs
     from .eager_loop import EagerLoop
 
 # Positions that a cache has memory for at least; from there on it doubles.
@@ -31,8 +30,6 @@ _LEAST_ROOM = 64
 _KEPT = 8
 _GENERATES = ("greedy_search", "sample")
 _OWN_CACHES = (None, "dynamic", "static", "hybrid")
-# A first step that differs by more than so many ulps of the largest logit is another computation.
-_ULPS = {torch.float32: 8192, torch.bfloat16: 8, torch.float16: 32, torch.float64: 65536}
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class GraphedGenerator:
         self.model, self.pool = model, pool
         self._max_length, self._steps_per_launch = max_length, steps_per_launch
         self._buckets = None if buckets is None else sorted(buckets)
-        self._kept: OrderedDict[Any, _Kept] = OrderedDict()
+        self._kept: OrderedDict[Any, DecodeSteps] = OrderedDict()
         self._lock = threading.RLock()
         self._busy = False
         self._calls = 0
@@ -103,7 +100,7 @@ class GraphedGenerator:
     @property
     def statistics(self) -> GenerationStatistics:
         """How the calls went so far."""
-        made = functools.reduce(_sum, (kept.counts for kept in self._kept.values()), self._past)
+        made = Counts.total([self._past, *(steps.counts for steps in self._kept.values())])
         return GenerationStatistics(
             self._calls,
             dict(self._eager),
@@ -154,7 +151,7 @@ class GraphedGenerator:
         """Close all graphs and free all caches; the next call makes them again."""
         with self._lock:
             for kept in self._kept.values():
-                self._past = _sum(self._past, kept.counts)
+                self._past = Counts.total([self._past, kept.counts])
                 kept.close()
             self._kept.clear()
 
@@ -307,7 +304,7 @@ class GraphedGenerator:
 
     def _kept_for(
         self, loop: EagerLoop, inputs: Inputs, capacity: int, logits: torch.Tensor
-    ) -> _Kept:
+    ) -> DecodeSteps:
         key = (loop.input_ids.shape[0], loop.input_ids.device, loop.cache_name, inputs.key)
         kept = self._kept.get(key)
         if kept is not None and kept.decoder.capacity >= capacity:
@@ -317,200 +314,20 @@ class GraphedGenerator:
             self._drop(key)
         while len(self._kept) >= _KEPT:
             self._drop(next(iter(self._kept)))
+        from .decode_steps import DecodeSteps
         from .decoder import Decoder
 
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False), torch.no_grad():
             decoder = Decoder(loop, inputs, capacity, logits)
-        kept = _Kept(decoder, self.pool, self._steps_per_launch, self._room)
+        kept = DecodeSteps(decoder, self.pool, self._steps_per_launch, self._room)
         self._kept[key] = kept
         return kept
 
     def _drop(self, key: Any) -> None:
         kept = self._kept.pop(key)
-        self._past = _sum(self._past, kept.counts)
+        self._past = Counts.total([self._past, kept.counts])
         kept.close()
-
-
-class _Kept:
-    """The static tensors of one form of calls, and the graphs of its steps."""
-
-    def __init__(
-        self, decoder: Decoder, pool: MemoryPool, at_once: int, room: Callable[[int], int]
-    ) -> None:
-        self.decoder, self.verified = decoder, False
-        self._pool, self._at_once, self._room = pool, at_once, room
-        self._graphs: dict[Any, StepGraphs] = {}
-        self._choices: dict[Any, Choice] = {}
-
-    @property
-    def counts(self) -> Counts:
-        return functools.reduce(_sum, (each.counts for each in self._graphs.values()), Counts())
-
-    @property
-    def refused(self) -> GraphwrightError | None:
-        found = (each.refused for each in self._graphs.values())
-        return next((error for error in found if error is not None), None)
-
-    @property
-    def refusals(self) -> Counter[str]:
-        return sum((Counter(each.refusals) for each in self._graphs.values()), Counter[str]())
-
-    def close(self) -> None:
-        for graphs in self._graphs.values():
-            graphs.close()
-
-    def verify(self, loop: EagerLoop, inputs: Inputs, filled: int) -> None:
-        """Compare one step with the model's own, and stand before it again.
-
-        Raises:
-            CaptureError: the static step fails, or computes something else.
-        """
-        from .decoder import forward_step
-
-        decoder, problem = self.decoder, None
-        decoder.read(loop, inputs)
-        try:
-            forward_step(decoder, self._visible(filled + 1))()
-        except Exception as error:
-            problem = f"its step fails with a static cache ({type(error).__name__}: {error})"
-        mine = decoder.logits.clone()
-        decoder.read(loop, inputs)
-        before = loop.kwargs
-        logits = loop.forward()
-        problem = problem or _difference(mine, logits, loop.model.dtype)
-        if problem is not None:
-            loop.choose(logits)
-            raise CaptureError(problem)
-        # The model's own cache is one step ahead from here on; nobody reads it any more.
-        loop.kwargs = before
-        self.verified = True
-
-    def run(self, loop: EagerLoop, filled: int, steps: int) -> str | None:
-        """Make all tokens that are left, at most `steps`; gives why they are chosen eagerly."""
-        processors = [static(each) for each in loop.logits_processor]
-        why = _why_outside(loop, processors)
-        if why is None:
-            made = self._inside(loop, [each for each in processors if each], filled, steps)
-        else:
-            made = self._outside(loop, filled, steps)
-        if loop.config.return_dict_in_generate:
-            self.decoder.cache.give(loop.cache, filled + made)
-        return why
-
-    def _inside(
-        self, loop: EagerLoop, processors: list[StaticProcessor], filled: int, steps: int
-    ) -> int:
-        """Choose in the graph, several tokens a launch; gives the steps that count."""
-        from .decoder import Choice
-
-        decoder, samples, ends = self.decoder, bool(loop.config.do_sample), _end_tokens(loop)
-        key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
-        choice = self._choices.get(key)
-        if choice is None:
-            choice = self._choices[key] = Choice(decoder, tuple(processors), samples, ends)
-        choice.read(tuple(processors), ends)
-        clock = _Clock(loop)
-        ended = decoder.ended if ends is not None or clock.limits else None
-        # States cannot be rolled back: where they are given to the caller, no step is too many.
-        exact = loop.config.return_dict_in_generate and not decoder.cache.rolls_back
-        sent = start = loop.input_ids.shape[1]
-        done = 0
-        for count in launches(
-            lambda done: self._steps(filled + done, key, choice),
-            steps,
-            at_once=1 if exact else self._at_once,
-            ended=ended,
-        ):
-            done += count
-            if loop.streamer is not None or exact:
-                valid = int(decoder.valid) if ends is not None else start + done
-                if loop.streamer is not None:
-                    for tokens in decoder.ids[:, sent:valid].cpu().unbind(1):
-                        loop.streamer.put(tokens)
-                sent = valid
-                if bool(decoder.ended):
-                    break
-            if clock.over():
-                break
-        valid = int(decoder.valid) if ends is not None else start + done
-        loop.input_ids = decoder.ids[:, :valid].clone()
-        return valid - start
-
-    def _outside(self, loop: EagerLoop, filled: int, steps: int) -> int:
-        """Let transformers choose each token from the logits of a graph."""
-        for done in range(steps):
-            self._steps(filled + done + 1, None, None).launch(1)
-            loop.choose(self.decoder.logits.clone())
-            if loop.ended:
-                return done + 1
-            self.decoder.token.copy_(loop.input_ids[:, -1:])
-        return steps
-
-    def _visible(self, positions: int) -> int:
-        return min(self.decoder.capacity, self._room(positions))
-
-    def _steps(self, positions: int, key: Any, choice: Choice | None) -> StepGraphs:
-        """The graphs of a step that sees so many positions."""
-        from .decoder import forward_step
-
-        visible = self._visible(positions)
-        graphs = self._graphs.get((visible, key))
-        if graphs is None:
-            forward = forward_step(self.decoder, visible)
-            step = forward if choice is None else _both(forward, choice.step)
-            graphs = self._graphs[visible, key] = StepGraphs(step, self._pool)
-        return graphs
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def step() -> None:
-        first()
-        second()
-
-    return step
-
-
-class _Clock:
-    """The time that a call may take."""
-
-    def __init__(self, loop: EagerLoop) -> None:
-        self._limits = [
-            (each.initial_timestamp, each.max_time)
-            for each in loop.stopping_criteria
-            if type(each).__name__ == "MaxTimeCriteria"
-        ]
-
-    @property
-    def limits(self) -> bool:
-        return bool(self._limits)
-
-    def over(self) -> bool:
-        return any(time.time() - begun > most for begun, most in self._limits)
-
-
-def _why_outside(loop: EagerLoop, processors: list[StaticProcessor | None]) -> str | None:
-    """Why tokens cannot be chosen in the graph; None if they can."""
-    for its, mine in zip(loop.logits_processor, processors, strict=True):
-        if mine is None:
-            return f"{type(its).__name__} looks at each token"
-    for each in loop.stopping_criteria:
-        if type(each).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria", "MaxTimeCriteria"):
-            return f"{type(each).__name__} looks at each token"
-    if loop.config.return_dict_in_generate and (
-        loop.config.output_scores or loop.config.output_logits
-    ):
-        return "scores of each token are asked for"
-    return None
-
-
-def _end_tokens(loop: EagerLoop) -> torch.Tensor | None:
-    found = [
-        each.eos_token_id.reshape(-1)
-        for each in loop.stopping_criteria
-        if type(each).__name__ == "EosTokenCriteria"
-    ]
-    return torch.cat(found).to(loop.input_ids.device) if found else None
 
 
 def _doubled(positions: int) -> int:
@@ -518,27 +335,6 @@ def _doubled(positions: int) -> int:
     while size < positions:
         size *= 2
     return size
-
-
-def _sum(one: Counts, other: Counts) -> Counts:
-    return Counts(
-        one.steps + other.steps,
-        one.launches + other.launches,
-        one.graphed + other.graphed,
-        one.captures + other.captures,
-    )
-
-
-def _difference(mine: torch.Tensor, its: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Why two steps' logits are not the same computation; None if they are."""
-    finite = torch.isfinite(its)
-    if not torch.equal(finite, torch.isfinite(mine)):
-        return "its step differs with a static cache: other logits are infinite"
-    scale = float(its[finite].abs().max()) if bool(finite.any()) else 0.0
-    off = float((mine - its)[finite].abs().max()) if bool(finite.any()) else 0.0
-    if off > _ULPS.get(dtype, 8192) * torch.finfo(dtype).eps * scale:
-        return f"its step differs with a static cache: a logit is off by {off:.3g} of {scale:.3g}"
-    return None
 
 
 @names_checked

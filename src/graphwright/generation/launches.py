@@ -7,16 +7,15 @@ which is up to the step: it writes nothing more of a sequence that has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import astuple, dataclass, field
 
 import torch
 
 from ..dispatch.graphed_callable import GraphedCallable
 from ..errors import GraphwrightError
 from ..graphs.memory import MemoryPool
-
-Step = Callable[[], None]
+from .steps import Step, repeated
 
 # Steps in one graph, where nothing has to look at each: the host works once for all of them.
 STEPS_PER_LAUNCH = 8
@@ -37,6 +36,11 @@ class Counts:
     launches: int = 0
     graphed: int = 0
     captures: int = 0
+
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Counts:
+        """All of some counts together."""
+        return cls(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
 
 @dataclass(eq=False)
@@ -79,17 +83,12 @@ class StepGraphs:
     @property
     def counts(self) -> Counts:
         """How the launches went so far."""
-        found = Counts(self._eager, self._eager)
+        found = [Counts(self._eager, self._eager)]
         for steps, graph in self._graphs.items():
             made = graph.statistics
             calls = made.hits + sum(made.eager.values())
-            found = Counts(
-                found.steps + calls * steps,
-                found.launches + calls,
-                found.graphed + made.hits,
-                found.captures + made.captures,
-            )
-        return found
+            found.append(Counts(calls * steps, calls, made.hits, made.captures))
+        return Counts.total(found)
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -105,18 +104,6 @@ class StepGraphs:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-
-
-def repeated(step: Step, times: int) -> Step:
-    """The step, several times in a row."""
-    if times == 1:
-        return step
-
-    def steps() -> None:
-        for _ in range(times):
-            step()
-
-    return steps
 
 
 class LateFlag:
