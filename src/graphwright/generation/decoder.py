@@ -143,7 +143,7 @@ class Decoder:
         self.logits = torch.zeros_like(logits)
         self.plain = dict(inputs.plain)
         self.tensors = {name: each.clone() for name, each in inputs.tensors.items()}
-        self.encoder = None if inputs.encoder is None else _cloned(inputs.encoder)
+        self.encoder: Any = None if inputs.encoder is None else _cloned(inputs.encoder)
         self.mask_name, self.position_name = inputs.mask_name, inputs.position_name
         self.mask = (
             None if inputs.mask is None else tensor(batch, capacity, dtype=inputs.mask.dtype)

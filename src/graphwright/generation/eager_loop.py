@@ -47,7 +47,7 @@ class EagerLoop:
         device = self.input_ids.device
         self.unfinished = torch.ones(self.input_ids.shape[0], dtype=torch.long, device=device)
         pad = self.config._pad_token_tensor
-        self.pad = None if pad is None else pad.to(device)
+        self.pad: Any = None if pad is None else pad.to(device)
         self.ends_by_token = any(hasattr(each, "eos_token_id") for each in self.stopping_criteria)
         self.ended = False
 
@@ -76,7 +76,7 @@ class EagerLoop:
     def took(self, outputs: Any) -> torch.Tensor:
         """Note that the model has run; gives the logits of the next token, (batch, vocabulary)."""
         self.advance(outputs)
-        last = outputs.logits[:, -1]
+        last: torch.Tensor = outputs.logits[:, -1]
         return last.to(copy=True, dtype=torch.float32, device=self.input_ids.device)
 
     def advance(self, outputs: Any) -> None:

@@ -52,39 +52,48 @@ class StepGraphs:
         pool: the memory of the graphs.
 
     Attributes:
-        refused: why there can be no graph; None if there can.
+        refused: why there can be no graph even of one step; None if there can.
     """
 
     step: Step
     pool: MemoryPool
     refused: GraphwrightError | None = None
-    _graphs: dict[int, GraphedCallable] = field(default_factory=dict)
+    _graphs: dict[int, GraphedCallable | None] = field(default_factory=dict)
     _eager: int = 0
 
     def launch(self, steps: int) -> None:
-        """Run the step so many times, by one graph; eagerly where there can be none."""
-        graph = self._graphs.get(steps)
-        if graph is None and self.refused is None:
-            graph = GraphedCallable(repeated(self.step, steps), pool=self.pool, outputs="static")
-            try:
-                # Nobody else decides whether this pays: the loop has many steps to go.
-                graph.prepare([()], progress=False)
-            except GraphwrightError as error:
-                self.refused = error
-            else:
-                self._graphs[steps] = graph
-        if self.refused is None and graph is not None:
+        """Run the step so many times, by one graph if there can be one."""
+        graph = self._graph_of(steps)
+        if graph is not None:
             graph()
-            return
-        for _ in range(steps):
+        elif steps > 1:
+            for _ in range(steps):
+                self.launch(1)
+        else:
             self.step()
-        self._eager += steps
+            self._eager += 1
+
+    def _graph_of(self, steps: int) -> GraphedCallable | None:
+        if steps in self._graphs or self.refused is not None:
+            return self._graphs.get(steps)
+        graph = GraphedCallable(repeated(self.step, steps), pool=self.pool, outputs="static")
+        try:
+            # Nobody else decides whether this pays: the loop has many steps to go.
+            graph.prepare([()], progress=False)
+        except GraphwrightError as error:
+            graph.close()
+            self._graphs[steps] = None
+            if steps == 1:
+                self.refused = error
+        else:
+            self._graphs[steps] = graph
+        return self._graphs[steps]
 
     @property
     def counts(self) -> Counts:
         """How the launches went so far."""
         found = [Counts(self._eager, self._eager)]
-        for steps, graph in self._graphs.items():
+        for steps, graph in self._made():
             made = graph.statistics
             calls = made.hits + sum(made.eager.values())
             found.append(Counts(calls * steps, calls, made.hits, made.captures))
@@ -94,14 +103,17 @@ class StepGraphs:
     def refusals(self) -> dict[str, int]:
         """Launches that no graph answered, by reason."""
         found: dict[str, int] = {}
-        for graph in self._graphs.values():
+        for _, graph in self._made():
             for reason, calls in graph.statistics.eager.items():
                 found[reason] = found.get(reason, 0) + calls
         return found
 
+    def _made(self) -> list[tuple[int, GraphedCallable]]:
+        return [(steps, graph) for steps, graph in self._graphs.items() if graph is not None]
+
     def close(self) -> None:
         """Close the graphs for good."""
-        for graph in self._graphs.values():
+        for _, graph in self._made():
             graph.close()
         self._graphs.clear()
 

@@ -52,7 +52,7 @@ class PositionedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of one position, shape (batch, heads, 1, size); give all of them."""
+        """Write those of one position, shape (batch, heads, 1, size), and give all of them."""
         at = self.clock.view(1)
         self.keys.index_copy_(2, at, key_states)
         self.values.index_copy_(2, at, value_states)
@@ -268,7 +268,8 @@ def length_of(filled: Any) -> int:
 
 def _tensor_of(layer: Any) -> torch.Tensor | None:
     if isinstance(layer, CacheLayerMixin):
-        return layer.keys
+        keys: torch.Tensor | None = layer.keys
+        return keys
     states: Sequence[Any] = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return next((state for state in states if state is not None), None)
 
