@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from .custom_processors import of_scores_alone
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
@@ -64,13 +66,18 @@ class StaticProcessor:
     apply: Apply
 
 
-def static(processor: Any) -> StaticProcessor | None:
-    """The form of a processor that a graph can run; None if it has none."""
+def static(processor: Any, scores: torch.Tensor | None = None) -> StaticProcessor | None:
+    """The form of a processor that a graph can run; None if it has none.
+
+    Args:
+        processor: one of transformers, or of a caller's own.
+        scores: such as it is given; without them, one of a caller's own has no form.
+    """
     kind = type(processor)
-    if kind.__module__ != "transformers.generation.logits_process":
-        return None
-    make = _STATIC.get(kind.__name__)
-    return None if make is None else make(processor)
+    if kind.__module__ == "transformers.generation.logits_process":
+        make = _STATIC.get(kind.__name__)
+        return None if make is None else make(processor)
+    return None if scores is None else _custom(processor, scores)
 
 
 def _of(processor: Any, numbers: Iterable[float], apply: Apply, *constants: Any) -> StaticProcessor:
@@ -97,6 +104,19 @@ def _scores_alone(*constants: str, numbers: Sequence[str] = ()) -> Callable[[Any
         return _of(processor, found, apply, *(getattr(processor, name) for name in constants))
 
     return make
+
+
+def _custom(processor: Any, scores: torch.Tensor) -> StaticProcessor | None:
+    """One of a caller's own, if it ignores the tokens."""
+    found = of_scores_alone(processor, scores)
+    if found is None:
+        return None
+    key, own = found
+
+    def apply(tokens: Tokens, scores: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return _tensor(own(tokens.ids, scores))
+
+    return StaticProcessor(key, (), apply)
 
 
 def _temperature(processor: Any) -> StaticProcessor:
