@@ -7,6 +7,7 @@ graphs. Nothing here changes but what is in the tensors: a graph depends on the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,9 @@ class Inputs:
                     remedy=_EAGERLY,
                 )
         mask, encoder = loop.kwargs.get(mask_name), loop.kwargs.get("encoder_outputs")
+        if mask is None and mask_name in inspect.signature(loop.model.forward).parameters:
+            # A model that makes one by itself reads the length on the host.
+            mask = torch.ones_like(loop.input_ids)
         if mask is not None and mask.ndim != 2:
             raise CaptureError(
                 f"{mask_name} has shape {tuple(mask.shape)}, and not (batch, positions).",
@@ -203,7 +207,7 @@ def forward_step(decoder: Decoder, visible: int) -> Callable[[], None]:
     return forward
 
 
-class Choice:
+class TokenChoice:
     """How a step chooses its token, inside of the graph.
 
     Args:

@@ -93,7 +93,7 @@ class GraphedGenerator:
         made = self.statistics
         return (
             f"GraphedGenerator({type(self.model).__name__}: {counted(made.calls, 'call')}, "
-            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch')})"
+            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch', 'launches')})"
         )
 
     @property
@@ -133,7 +133,7 @@ class GraphedGenerator:
         made = self.statistics
         lines = [
             f"{type(self.model).__name__}.generate: {counted(made.calls, 'call')} by graphs, "
-            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch')}",
+            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch', 'launches')}",
             f"{counted(made.captures, 'capture')}; {made.launches - made.graphed} launches ran "
             "the step eagerly",
         ]
@@ -247,7 +247,9 @@ class GraphedGenerator:
         )
         logits = loop.prefill()
         loop.choose(logits)
-        if not loop.ended:
+        if loop.ended:
+            self._calls += 1
+        else:
             try:
                 self._go_on(loop, logits)
             except CaptureError as error:

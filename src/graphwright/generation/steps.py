@@ -126,12 +126,14 @@ def _checked(
             )
         elif index and its is not mine:
             # A view of another leaf would change while these are copied.
-            pairs.append((mine, its.clone() if its.is_inference() or _shares(its, state) else its))
+            pairs.append((mine, its.clone() if _shares(its, state) else its))
     return pairs
 
 
 def _shares(tensor: torch.Tensor, state: Sequence[Any]) -> bool:
-    return tensor._is_view() or any(tensor is each for each in state)
+    place = tensor.untyped_storage().data_ptr()
+    tensors = (each for each in state if isinstance(each, torch.Tensor))
+    return any(place == each.untyped_storage().data_ptr() for each in tensors)
 
 
 def _described(value: Any) -> str:
