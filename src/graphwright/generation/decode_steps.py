@@ -15,7 +15,7 @@ from .decoder import Decoder, Inputs, TokenChoice, forward_step
 from .eager_loop import EagerLoop
 from .launches import Counts, StepGraphs, launches
 from .processors import StaticProcessor, static
-from .steps import in_turn
+from .steps import in_turn, lasting
 
 # A first step that differs by more than so many ulps of the largest logit is another computation.
 _ULPS = {torch.float32: 8192, torch.bfloat16: 8, torch.float16: 32, torch.float64: 65536}
@@ -94,7 +94,8 @@ class DecodeSteps:
         key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = TokenChoice(decoder, processors, samples, ends)
+            with lasting():
+                choice = self._choices[key] = TokenChoice(decoder, processors, samples, ends)
         choice.read(processors, ends)
         # States cannot be rolled back: where they are given to the caller, no step is too many.
         exact = loop.config.return_dict_in_generate and not decoder.cache.rolls_back

@@ -17,6 +17,7 @@ from ..calls.plurals import counted
 from ..errors import CaptureError, FallbackWarning
 from ..graphs.memory import MemoryPool
 from .launches import STEPS_PER_LAUNCH, Counts
+from .steps import lasting
 
 if TYPE_CHECKING:
     from .decode_steps import DecodeSteps
@@ -318,8 +319,7 @@ class GraphedGenerator:
         from .decode_steps import DecodeSteps
         from .decoder import Decoder
 
-        # Tensors made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting():
             decoder = Decoder(loop, inputs, capacity, logits)
         kept = DecodeSteps(decoder, self.pool, self._steps_per_launch, self._room)
         self._kept[key] = kept
