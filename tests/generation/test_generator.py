@@ -288,3 +288,35 @@ def test_release_and_close(shared: Any) -> None:
     assert generator.pool.in_use == 0
     with pytest.warns(gw.FallbackWarning, match="the generator is closed"):
         agree(model, generator, asked)
+
+
+def test_encoders_of_any_length_share_a_graph() -> None:
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model = varied(transformers.T5ForConditionalGeneration(config).eval(), 3)
+    generator = gw.graph_generate(model, steps_per_launch=4)
+    asked = {"max_new_tokens": 21, "do_sample": False, "no_repeat_ngram_size": 1}
+    for length in (5, 9, 40):
+        agree(model, generator, prompts(2, length) | asked)
+    assert generator.statistics.captures == 1
+
+
+@pytest.mark.parametrize("each_once", [{}, {"no_repeat_ngram_size": 1}])
+def test_speech(each_once: dict[str, int]) -> None:
+    """Whisper counts its positions by the mask, if there is one."""
+    config = transformers.WhisperConfig(
+        vocab_size=120, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8,
+        max_source_positions=50, max_target_positions=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None,
+        begin_suppress_tokens=[5, 6],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = varied(transformers.WhisperForConditionalGeneration(config).eval(), 4)
+    generator = gw.graph_generate(model, steps_per_launch=4)
+    asked = {"input_features": torch.randn(2, 8, 100), "max_new_tokens": 30, "do_sample": False}
+    agree(model, generator, asked | each_once)
+    assert generator.statistics.eager == {}
+    assert generator.statistics.graphed == generator.statistics.launches > 0
