@@ -11,11 +11,11 @@ import torch
 
 from ..errors import CaptureError, GraphwrightError
 from ..graphs.memory import MemoryPool
-from .decoder import Choice, Decoder, Inputs, forward_step
+from .decoder import Decoder, Inputs, TokenChoice, forward_step
 from .eager_loop import EagerLoop
 from .launches import Counts, StepGraphs, launches
 from .processors import StaticProcessor, static
-from .steps import in_turn
+from .steps import in_turn, lasting
 
 # A first step that differs by more than so many ulps of the largest logit is another computation.
 _ULPS = {torch.float32: 8192, torch.bfloat16: 8, torch.float16: 32, torch.float64: 65536}
@@ -31,7 +31,7 @@ class DecodeSteps:
         self.decoder, self.verified = decoder, False
         self._pool, self._at_once, self._room = pool, at_once, room
         self._graphs: dict[Any, StepGraphs] = {}
-        self._choices: dict[Any, Choice] = {}
+        self._choices: dict[Any, TokenChoice] = {}
 
     @property
     def counts(self) -> Counts:
@@ -94,39 +94,27 @@ class DecodeSteps:
         key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
         choice = self._choices.get(key)
         if choice is None:
-            choice = self._choices[key] = Choice(decoder, processors, samples, ends)
+            with lasting():
+                choice = self._choices[key] = TokenChoice(decoder, processors, samples, ends)
         choice.read(processors, ends)
-        clock, streamer = _Clock(loop), loop.streamer
         # States cannot be rolled back: where they are given to the caller, no step is too many.
         exact = loop.config.return_dict_in_generate and not decoder.cache.rolls_back
         at_once = 1 if exact else self._at_once
-        looks = streamer is not None or exact
-        start = sent = valid = loop.input_ids.shape[1]
-        done = 0
+        progress = _Progress(loop, decoder, steps, ends is not None)
+        looks = exact or loop.streamer is not None
+        early = ends is not None or progress.timed
         for count in launches(
             lambda done: self._steps(filled + done, key, choice),
             self._rounded(loop, filled, steps, at_once),
             at_once=at_once,
-            ended=None if looks or (ends is None and not clock.limits) else decoder.ended,
+            ended=decoder.ended if early and not looks else None,
         ):
-            done += count
-            if looks:
-                valid = self._valid(start, done, steps, ends)
-                for tokens in decoder.ids[:, sent:valid].cpu().unbind(1) if streamer else ():
-                    streamer.put(tokens)
-                sent = valid
-                if bool(decoder.ended):
-                    break
-            if clock.over():
+            progress.done += count
+            if progress.over() or (looks and progress.shown()):
                 break
-        valid = self._valid(start, done, steps, ends)
+        valid = progress.valid()
         loop.input_ids = decoder.ids[:, :valid].clone()
-        return valid - start
-
-    def _valid(self, start: int, done: int, steps: int, ends: torch.Tensor | None) -> int:
-        """Tokens that count: none behind the end of all sequences, nor behind the last step."""
-        made = start + min(done, steps)
-        return made if ends is None else min(made, int(self.decoder.valid))
+        return valid - progress.start
 
     def _rounded(self, loop: EagerLoop, filled: int, steps: int, at_once: int) -> int:
         """So many steps in whole launches, if there are positions for those that are too many."""
@@ -151,7 +139,7 @@ class DecodeSteps:
     def _visible(self, positions: int) -> int:
         return min(self.decoder.capacity, self._room(positions))
 
-    def _steps(self, positions: int, key: Any, choice: Choice | None) -> StepGraphs:
+    def _steps(self, positions: int, key: Any, choice: TokenChoice | None) -> StepGraphs:
         """The graphs of a step that sees so many positions."""
         visible = self._visible(positions)
         graphs = self._graphs.get((visible, key))
@@ -162,21 +150,49 @@ class DecodeSteps:
         return graphs
 
 
-class _Clock:
-    """The time that a call may take."""
+class _Progress:
+    """How far a call is whose tokens are chosen in the graph.
 
-    def __init__(self, loop: EagerLoop) -> None:
+    Args:
+        loop: the call.
+        decoder: its static tensors.
+        steps: the most steps that count.
+        ends: whether a token may end it.
+
+    Attributes:
+        start: tokens before the first step.
+        done: steps that were launched.
+        timed: whether the call may take some time only.
+    """
+
+    def __init__(self, loop: EagerLoop, decoder: Decoder, steps: int, ends: bool) -> None:
+        self._decoder, self._steps, self._ends = decoder, steps, ends
+        self._streamer = loop.streamer
+        self.start = self._sent = loop.input_ids.shape[1]
+        self.done = 0
         self._limits = [
             (each.initial_timestamp, each.max_time)
             for each in loop.stopping_criteria
             if type(each).__name__ == "MaxTimeCriteria"
         ]
+        self.timed = bool(self._limits)
 
-    @property
-    def limits(self) -> bool:
-        return bool(self._limits)
+    def valid(self) -> int:
+        """Tokens that count: none behind the end of all sequences, nor behind the last step."""
+        made = self.start + min(self.done, self._steps)
+        return min(made, int(self._decoder.valid)) if self._ends else made
+
+    def shown(self) -> bool:
+        """Stream what is new; gives whether all sequences have ended."""
+        valid = self.valid()
+        if self._streamer is not None:
+            for tokens in self._decoder.ids[:, self._sent : valid].cpu().unbind(1):
+                self._streamer.put(tokens)
+        self._sent = valid
+        return bool(self._decoder.ended)
 
     def over(self) -> bool:
+        """Whether the time is over."""
         return any(time.time() - begun > most for begun, most in self._limits)
 
 

@@ -7,6 +7,7 @@ graphs. Nothing here changes but what is in the tensors: a graph depends on the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,11 +75,18 @@ class Inputs:
                     remedy=_EAGERLY,
                 )
         mask, encoder = loop.kwargs.get(mask_name), loop.kwargs.get("encoder_outputs")
+        takes = inspect.signature(loop.model.forward).parameters
+        if mask is None and mask_name in takes:
+            # A model that makes one by itself reads the length on the host.
+            mask = torch.ones_like(loop.input_ids)
         if mask is not None and mask.ndim != 2:
             raise CaptureError(
                 f"{mask_name} has shape {tuple(mask.shape)}, and not (batch, positions).",
                 remedy=_EAGERLY,
             )
+        if mask is not None and position_name in takes and position_name not in tensors:
+            # Made of the mask by the model, it would be that of the last place in the memory.
+            tensors[position_name] = mask.long().cumsum(-1)[:, -1:] - 1
         if encoder is not None and encoder_length is not None:
             encoder = _padded(encoder, encoder_length)
             tensors["attention_mask"] = _pad(tensors["attention_mask"], encoder_length)
@@ -169,8 +177,8 @@ class Decoder:
             for name, value in _tensors_of(inputs.encoder).items():
                 self.encoder[name].copy_(value)
         if self.mask is not None and inputs.mask is not None:
-            # What comes is no padding; that it comes later, the model's causal mask knows.
-            self.mask.fill_(1)
+            # Some models count positions by it: what is to come is not in it yet.
+            self.mask.zero_()
             self.mask[:, : inputs.mask.shape[1]].copy_(inputs.mask)
         return filled
 
@@ -188,11 +196,14 @@ def forward_step(decoder: Decoder, visible: int) -> Callable[[], None]:
     named[decoder.cache_name] = decoder.cache.seeing(visible)
     if decoder.encoder is not None:
         named["encoder_outputs"] = decoder.encoder
-    if decoder.mask is not None:
-        named[decoder.mask_name] = decoder.mask[:, :visible]
+    mask = decoder.mask
+    if mask is not None:
+        named[decoder.mask_name] = mask[:, :visible]
     position = None if decoder.position_name is None else decoder.tensors[decoder.position_name]
 
     def forward() -> None:
+        if mask is not None:
+            mask.index_fill_(1, clock.view(1), 1)
         inputs = model.prepare_inputs_for_generation(token, next_sequence_length=1, **named)
         outputs = model(**inputs, return_dict=True)
         logits.copy_(outputs.logits[:, -1])
@@ -203,7 +214,7 @@ def forward_step(decoder: Decoder, visible: int) -> Callable[[], None]:
     return forward
 
 
-class Choice:
+class TokenChoice:
     """How a step chooses its token, inside of the graph.
 
     Args:

@@ -17,7 +17,7 @@ from ..errors import FallbackWarning, GraphwrightError, OptionError
 from ..graphs.conditions import capturing_now
 from ..graphs.memory import MemoryPool
 from .launches import STEPS_PER_LAUNCH, StepGraphs, launches
-from .steps import LoopTensors, decode_step
+from .steps import LoopTensors, decode_step, lasting
 
 StepFunction = Callable[[torch.Tensor, Any], tuple[torch.Tensor, Any]]
 Until = int | Sequence[int] | torch.Tensor | Callable[[torch.Tensor], torch.Tensor] | None
@@ -95,7 +95,8 @@ def decode(
     leaves, form = pytree.tree_flatten(state)
     ends = _ends_of(until, token)
     if _captured_now(token.device):
-        return _in_capture(step, state, token, ends, max_steps, pad)
+        with torch.no_grad():
+            return _in_capture(step, state, token, ends, max_steps, pad)
     at_once = STEPS_PER_LAUNCH if steps_per_launch is None else steps_per_launch
     key = (
         *(step, form, _forms_of([token, *leaves]), _doubled(max_steps)),
@@ -104,8 +105,7 @@ def decode(
     with _KEPT_LOCK:
         loop = _KEPT.pop(key, None)
         if loop is None:
-            # Tensors made in inference mode could not be written to outside of it.
-            with torch.inference_mode(False), torch.no_grad():
+            with lasting():
                 loop = _Loop(step, leaves, form, token, ends, _doubled(max_steps), pad, pool)
         while len(_KEPT) >= _MOST_KEPT:
             _KEPT.pop(next(iter(_KEPT))).close()

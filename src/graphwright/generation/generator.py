@@ -17,6 +17,7 @@ from ..calls.plurals import counted
 from ..errors import CaptureError, FallbackWarning
 from ..graphs.memory import MemoryPool
 from .launches import STEPS_PER_LAUNCH, Counts
+from .steps import lasting
 
 if TYPE_CHECKING:
     from .decode_steps import DecodeSteps
@@ -93,7 +94,7 @@ class GraphedGenerator:
         made = self.statistics
         return (
             f"GraphedGenerator({type(self.model).__name__}: {counted(made.calls, 'call')}, "
-            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch')})"
+            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch', 'launches')})"
         )
 
     @property
@@ -133,7 +134,7 @@ class GraphedGenerator:
         made = self.statistics
         lines = [
             f"{type(self.model).__name__}.generate: {counted(made.calls, 'call')} by graphs, "
-            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch')}",
+            f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch', 'launches')}",
             f"{counted(made.captures, 'capture')}; {made.launches - made.graphed} launches ran "
             "the step eagerly",
         ]
@@ -247,7 +248,9 @@ class GraphedGenerator:
         )
         logits = loop.prefill()
         loop.choose(logits)
-        if not loop.ended:
+        if loop.ended:
+            self._calls += 1
+        else:
             try:
                 self._go_on(loop, logits)
             except CaptureError as error:
@@ -316,8 +319,7 @@ class GraphedGenerator:
         from .decode_steps import DecodeSteps
         from .decoder import Decoder
 
-        # Tensors made in inference mode could not be written to outside of it.
-        with torch.inference_mode(False), torch.no_grad():
+        with lasting():
             decoder = Decoder(loop, inputs, capacity, logits)
         kept = DecodeSteps(decoder, self.pool, self._steps_per_launch, self._room)
         self._kept[key] = kept

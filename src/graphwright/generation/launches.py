@@ -13,12 +13,14 @@ from dataclasses import astuple, dataclass, field
 import torch
 
 from ..dispatch.graphed_callable import GraphedCallable
-from ..errors import GraphwrightError
+from ..errors import CaptureError, GraphwrightError
 from ..graphs.memory import MemoryPool
 from .steps import Step, repeated
 
 # Steps in one graph, where nothing has to look at each: the host works once for all of them.
 STEPS_PER_LAUNCH = 8
+# How an explanation names a place where the host reads a value.
+_BREAK = "break at "
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class StepGraphs:
         try:
             # Nobody else decides whether this pays: the loop has many steps to go.
             graph.prepare([()], progress=False)
+            _refuse_reads(graph)
         except GraphwrightError as error:
             graph.close()
             self._graphs[steps] = None
@@ -116,6 +119,17 @@ class StepGraphs:
         for _, graph in self._made():
             graph.close()
         self._graphs.clear()
+
+
+def _refuse_reads(graph: GraphedCallable) -> None:
+    """Raise if a step tells the host something, for which each token would wait.
+
+    What it reads may be another value in every step, and each would be recorded anew.
+    """
+    if len(graph.graphs) > 1:
+        lines = map(str.strip, graph.explain().splitlines())
+        where = next((line for line in lines if line.startswith(_BREAK)), _BREAK)
+        raise CaptureError(f"its step reads a value on the host ({where.partition(':')[0]})")
 
 
 class LateFlag:

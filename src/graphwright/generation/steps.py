@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.options import in_brief
 from ..errors import OptionError
 
 Step = Callable[[], None]
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Make static tensors inside the block: those of inference mode can't be written outside it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def repeated(step: Step, times: int) -> Step:
@@ -116,7 +125,8 @@ def _checked(
         if not isinstance(mine, torch.Tensor):
             if type(its) is not type(mine) or its != mine:
                 raise OptionError(
-                    f"step changes {what}, a {type(mine).__name__}, which a graph would freeze.",
+                    f"step changes {what} from {in_brief(mine)} to {in_brief(its)}: a graph would "
+                    "freeze it.",
                     remedy="Keep it in a tensor.",
                 )
         elif not isinstance(its, torch.Tensor) or _described(its) != _described(mine):
@@ -126,15 +136,17 @@ def _checked(
             )
         elif index and its is not mine:
             # A view of another leaf would change while these are copied.
-            pairs.append((mine, its.clone() if its.is_inference() or _shares(its, state) else its))
+            pairs.append((mine, its.clone() if _shares(its, state) else its))
     return pairs
 
 
 def _shares(tensor: torch.Tensor, state: Sequence[Any]) -> bool:
-    return tensor._is_view() or any(tensor is each for each in state)
+    place = tensor.untyped_storage().data_ptr()
+    tensors = (each for each in state if isinstance(each, torch.Tensor))
+    return any(place == each.untyped_storage().data_ptr() for each in tensors)
 
 
 def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
-        return f"a {type(value).__name__}"
+        return in_brief(value)
     return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')} on {value.device}"
