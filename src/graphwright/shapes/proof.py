@@ -217,15 +217,9 @@ class Prover:
                 raise
             return []
         pieces = [self._run(chunk)[0] for chunk in self.subject.chunks(leaves, name, parts)]
-        if whole.buffers or any(piece.buffers for piece in pieces):
-            return "it writes to its buffers"
-        memories = [memory for _, memory in seen.sharing.pattern if memory is not None]
-        if any(memory < len(leaves) for memory in memories):
-            return "it returns arguments or views of them"
-        if len(set(memories)) < len(memories):
-            return "it returns outputs that share memory"
-        if any(map(changed, leaves, whole.inputs.values())):
-            return "it writes to its arguments"
+        why = _effects(leaves, whole, pieces, seen.sharing)
+        if why is not None:
+            return why
         joints: list[int | None] = []
         for leaf, want in whole.outputs.items():
             values = [piece.outputs.get(leaf) for piece in pieces]
@@ -295,17 +289,11 @@ class Prover:
                 yield sizes
 
     def _try(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> str | None:
-        subject, bucket = self.subject, verdicts.bucket
-        change = ", ".join(
-            f"{name} padded from {n} to {m}"
-            for name, n, m in zip(subject.names, sizes, bucket, strict=True)
-            if n != m
-        )
-        padded = verdicts.padded(sizes)
+        change, padded = verdicts.in_words(sizes), verdicts.padded(sizes)
         true: _Unpadded | None = None
         still: _Unchanged | None = None
         for trial in self._trials(verdicts, sizes, thorough):
-            variant, alike = trial.variant, trial.row is not None
+            alike = trial.row is not None
             if trial.how is not None:
                 try:
                     true = self._run_unpadded(sizes, trial.how, trial.row, padded)
@@ -321,17 +309,13 @@ class Prover:
                     return f"the sample proves nothing: it gives nothing but NaN with {change}"
                 continue
             still = still or _Unchanged(verdicts, sizes, true.outcome)
-            # An output that is the same for all values so far may hide the effect of padding.
-            struck = still.strike(true.outcome)
-            if variant is None and not struck:
-                if not still.any():
-                    break
-                continue
-            only = None if struck or variant is None else (variant % len(self._every),)
-            for each in self._every if only is None else only:
-                why = self._differs(verdicts, sizes, true, each)
+            variants = trial.variants(self._every, struck=still.strike(true.outcome))
+            if not variants and not still.any():
+                break
+            for variant in variants:
+                why = self._differs(verdicts, sizes, true, variant)
                 if why is not None:
-                    return f"with {change}, {why}{self._why_it_moves(bucket, padded)}"
+                    return f"with {change}, {why}{self._why_it_moves(verdicts.bucket, padded)}"
         assert true is not None
         return self._strides(verdicts, sizes, true.leaves, true.seen)
 
@@ -553,6 +537,29 @@ class _Seen:
         self.layouts = [layout(v) if isinstance(v, torch.Tensor) else None for v in leaves]
 
 
+def _effects(
+    leaves: Sequence[Any], whole: Outcome, pieces: Sequence[Outcome], sharing: Sharing
+) -> str | None:
+    """What a call does beside returning new outputs, which chunks cannot do in its place; or None.
+
+    Args:
+        leaves: of the call.
+        whole: what it does.
+        pieces: what its chunks do.
+        sharing: which memory its outputs share.
+    """
+    if whole.buffers or any(piece.buffers for piece in pieces):
+        return "it writes to its buffers"
+    memories = [memory for _, memory in sharing.pattern if memory is not None]
+    if any(memory < len(leaves) for memory in memories):
+        return "it returns arguments or views of them"
+    if len(set(memories)) < len(memories):
+        return "it returns outputs that share memory"
+    if any(map(changed, leaves, whole.inputs.values())):
+        return "it writes to its arguments"
+    return None
+
+
 @dataclass(frozen=True)
 class _Trial:
     """One trial of some sizes.
@@ -566,6 +573,17 @@ class _Trial:
     variant: int | None
     how: Change | None
     row: int | None = None
+
+    def variants(self, every: Sequence[int], *, struck: bool) -> Sequence[int]:
+        """The variants of padding to run.
+
+        Args:
+            every: all of them.
+            struck: whether the values change an output that was the same so far.
+        """
+        if struck:  # What was the same so far may have hidden the effect of padding.
+            return every
+        return () if self.variant is None else (self.variant % len(every),)
 
 
 @dataclass(frozen=True)

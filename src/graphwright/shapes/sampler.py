@@ -125,12 +125,11 @@ class CallSampler:
         if not varying:
             return [Change.NONE]
         free = [self.sample[index] for index in varying if not self.declared[index]]
-        masks = [index for index in varying if self._valid(index) is not None]
-        reals = [self.sample[index] for index in varying if index not in masks]
+        no_masks = [self.sample[index] for index in varying if self._valid(index) is None]
         found = [Change.NONE]
-        if any(_is_real(sample) and not _is_mask(sample) for sample in reals):
+        if any(map(_is_data, no_masks)):
             found.append(Change.NEGATED)
-        if masks or any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in free):
+        if len(no_masks) < len(varying) or any(map(_holds_flags, free)):
             found.append(Change.FLIPPED)
         found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
         # Their number is no multiple of the 3 variants of padding, so that each meets each.
@@ -185,7 +184,7 @@ class CallSampler:
                 first = period * (row % max(1, made.shape[axis] // period))
                 places = torch.arange(leaf.shape[axis]) % period + first
                 made = made.index_select(axis, places.to(made.device))
-                if _is_real(made) and not _is_mask(made):
+                if _is_data(made):
                     shape = [-1 if a == axis else 1 for a in range(made.dim())]
                     factors = 1 + _NEARLY * torch.rand(made.shape[axis], generator=generator)
                     nearly = made * factors.reshape(shape).to(made.device, made.dtype)
@@ -363,6 +362,15 @@ def _is_zero(tensor: torch.Tensor) -> bool:
     return not _is_real(tensor) and not bool(tensor.any())
 
 
+def _is_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floats that are no mask."""
+    return _is_real(tensor) and not _is_mask(tensor)
+
+
+def _holds_flags(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bool or _is_mask(tensor) or _is_zero(tensor)
+
+
 def _other_value(sample: torch.Tensor, pad: Value) -> Value | None:
     """The one value that a mask holds beside its padding; None for tensors that are no masks."""
     if sample.dtype is torch.bool:
@@ -416,26 +424,31 @@ def _changed(
     generator: torch.Generator,
 ) -> torch.Tensor:
     """A call's tensor with changed values that are still like the sample's."""
-    real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
-    if how is Change.NAN:
-        return torch.full_like(leaf, torch.nan) if real and not mask else leaf
-    if how is Change.FLIPPED or (how is Change.FAR and not (real and not mask)):
-        mask = mask or _is_zero(sample)
-        return (1 - leaf.long()).to(leaf.dtype) if mask and not leaf.is_complex() else leaf
-    if how is Change.FAR:
-        signs = 1 - 2 * torch.rand(leaf.shape, generator=generator, device="cpu").round()
-        return leaf * (_FAR * signs).to(leaf.device, leaf.dtype)
-    if how is Change.NEGATED:
-        return -leaf if real and not mask else leaf
+    data = _is_data(sample)
+    if how is Change.FLIPPED or (how is Change.FAR and not data):
+        flips = _holds_flags(sample) and not leaf.is_complex()
+        return (1 - leaf.long()).to(leaf.dtype) if flips else leaf
     if how in (Change.SHUFFLED, Change.MIXED):
-        if not real and not mask:
+        if not data and not _is_mask(sample) and sample.dtype is not torch.bool:
             return _slices(sample, leaf.shape, axes, generator)
         places = torch.randint(0, sample.numel(), leaf.shape, generator=generator, device="cpu")
         leaf = sample.reshape(-1)[places.to(sample.device)]
-    if not real or mask or how not in (Change.SCALED, Change.MIXED):
+    return _changed_floats(leaf, how, generator) if data else leaf
+
+
+def _changed_floats(leaf: torch.Tensor, how: Change, generator: torch.Generator) -> torch.Tensor:
+    """Floats that are no mask, with other values in the same places."""
+    if how is Change.NAN:
+        return torch.full_like(leaf, torch.nan)
+    if how is Change.NEGATED:
+        return -leaf
+    if how not in (Change.FAR, Change.SCALED, Change.MIXED):
         return leaf
     factors = torch.rand(leaf.shape, generator=generator, device="cpu")
-    factors = 0.5 + factors if how is Change.SCALED else 20 * factors - 10
+    if how is Change.FAR:
+        factors = _FAR * (1 - 2 * factors.round())
+    else:
+        factors = 0.5 + factors if how is Change.SCALED else 20 * factors - 10
     return leaf * factors.to(leaf.device, leaf.dtype)
 
 
