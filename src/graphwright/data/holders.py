@@ -56,12 +56,7 @@ def held_elsewhere(box: list[Any]) -> set[int]:
         box: a list of the batch alone. The caller holds the batch in no other way.
     """
     parts = _parts(box)
-    held = [part for part in parts if part.references() > part.places]
-    reached = {id(part) for part in held}
-    for part in held:  # It grows.
-        new = [each for each in part.inside if id(each) not in reached]
-        reached |= {id(each) for each in new}
-        held += new
+    reached = _reached([part for part in parts if part.references() > part.places])
     tensors = [part for part in parts if isinstance(part.value, torch.Tensor)]
     # A copy of what requires gradients would be another variable.
     tensors = [
@@ -69,6 +64,17 @@ def held_elsewhere(box: list[Any]) -> set[int]:
     ]
     memory = _memory_held(tensors)
     return {id(part.value) for part in tensors if id(part) in reached or id(part) in memory}
+
+
+def _reached(parts: list[_Part]) -> set[int]:
+    """Parts with all that is inside of them, by identity."""
+    every = list(parts)
+    found = {id(part) for part in every}
+    for part in every:  # It grows.
+        new = [each for each in part.inside if id(each) not in found]
+        found |= {id(each) for each in new}
+        every += new
+    return found
 
 
 def _parts(box: list[Any]) -> list[_Part]:

@@ -48,22 +48,16 @@ def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = No
         return Verdict(False, "the output's structure differs from eager's")
     want, have = case.eager.leaves(), outcome.leaves()
     worst: ErrorMeasure | None = None
-    for name in (*want, *(n for n in have if n not in want)):
+    for name in {**want, **have}:
         if name not in have or name not in want:
             which = "not changed, eager changes it" if name in want else "changed, eager leaves it"
             return Verdict(False, f"{name}: {which}")
         leaf, expected = have[name], want[name]
-        if not isinstance(leaf, torch.Tensor) or not isinstance(expected, torch.Tensor):
-            if type(leaf) is not type(expected) or not _same_value(leaf, expected):
-                return Verdict(False, f"{name} is {leaf!r}, eager's is {expected!r}")
+        why = _another_kind(leaf, expected)
+        if why is not None:
+            return Verdict(False, f"{name} {why}")
+        if not isinstance(leaf, torch.Tensor):
             continue
-        for what in ("shape", "dtype", "device"):
-            mine, theirs = getattr(leaf, what), getattr(expected, what)
-            if mine != theirs:
-                return Verdict(False, f"{name} has {what} {mine}, eager's has {theirs}")
-        if leaf.numel() and layout(leaf) != layout(expected):
-            have_, want_ = leaf.stride(), expected.stride()
-            return Verdict(False, f"{name} has strides {have_}, eager's has {want_}")
         if name in case.eager_error and same_bits(leaf, expected):
             worst = worse(worst, case.eager_error[name])
             continue
@@ -83,6 +77,20 @@ def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = No
                 error,
             )
     return Verdict(True, error=worst)
+
+
+def _another_kind(leaf: Any, expected: Any) -> str | None:
+    """How a leaf differs from eager's in more than a tensor's elements, in words, or None."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        same = type(leaf) is type(expected) and _same_value(leaf, expected)
+        return None if same else f"is {leaf!r}, eager's is {expected!r}"
+    for what in ("shape", "dtype", "device"):
+        mine, theirs = getattr(leaf, what), getattr(expected, what)
+        if mine != theirs:
+            return f"has {what} {mine}, eager's has {theirs}"
+    if leaf.numel() and layout(leaf) != layout(expected):
+        return f"has strides {leaf.stride()}, eager's has {expected.stride()}"
+    return None
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -97,13 +97,11 @@ class _Listener:
         if cost > _BETTER * self._best:
             return
         name = row.strategy
-        trial = self._tuning.evaluator.set_up(self._tuning._by_name[name])
-        if trial.builts:
-            self._tuning._kept[name] = trial.builts
-            path = self._save(name, self._tuning._tuned(name, trial.builts))
-            if path is not None:
-                self._best, self._sent = cost, name
-                self._tell("better", name, path)
+        tuned = self._tuning.build(name)
+        path = None if tuned is None else self._save(name, tuned)
+        if path is not None:
+            self._best, self._sent = cost, name
+            self._tell("better", name, path)
 
     def done(self, tuned: TunedModule) -> None:
         """Hand the choice over, unless that has happened."""
@@ -165,10 +163,9 @@ def _search(caller: _Caller, handle: int) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = min(order.settings.threads, cores)
     order.settings.with_threads(threads).apply()
-    mode = torch.inference_mode if order.settings.inference else contextlib.nullcontext
     tuning = Tuning(order.model, samples=order.samples, name=order.name, **order.options)
     listener = _Listener(caller, tuning)
-    with mode():
+    with order.settings.inference_mode():
         listener.done(tuning.run(listener))
 
 

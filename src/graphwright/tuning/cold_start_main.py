@@ -8,7 +8,6 @@ that waits.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -40,8 +39,7 @@ def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
     order: Order = pickle.loads((folder / ORDER).read_bytes())
     sys.path[:], sys.argv[1:] = order.path, order.argv[1:]
     order.settings.apply()
-    mode = torch.inference_mode if order.settings.inference else contextlib.nullcontext
-    with mode():
+    with order.settings.inference_mode():
         if task_handle < 0:
             # load() verifies what it loads; after that, call it as a user would.
             tuned = load(folder / ARTIFACT, trust=True)

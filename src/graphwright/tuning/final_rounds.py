@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..artifacts.tuned_module import TunedModule
 from ..evaluation.measurement import (
@@ -155,19 +156,13 @@ class FinalRounds:
         """Run the common rounds; torch.compile's default is also timed without the checks."""
         tuned = {name: self.tuned(name, builts) for name, builts in self.kept.items()}
         rows = {row.strategy: row for row in self.report.rows}
-        samples, bound = self.evaluator.samples, self.evaluator.bound
+        samples = self.evaluator.samples
         seconds = self._affordable_seconds_each() * len(tuned) / len(samples)
         found: dict[str, list[tuple[float, Measurement]]] = {}
         unsteady: dict[str, str] = {}
         for index, sample in enumerate(samples):
-            calls = {
-                name: bound(self.evaluator.module if name == EAGER else call, sample.call)
-                for name, call in tuned.items()
-            }
-            if COMPILE_DEFAULT in tuned:
-                calls[_BARE] = bound(self.kept[COMPILE_DEFAULT][index].call, sample.call)
             measured = interleave_until_steady(
-                calls,
+                self._calls(index, tuned),
                 self.evaluator.timer,
                 budget_s=seconds,
                 objective=self.report.figure,
@@ -190,6 +185,16 @@ class FinalRounds:
         if EAGER not in unsteady:
             for name, measurement in means.items():
                 judge(rows[name], measurement, means[EAGER], self.report.objective)
+
+    def _calls(
+        self, index: int, tuned: Mapping[str, Callable[..., Any]]
+    ) -> dict[str, Callable[[], Any]]:
+        """What is timed in turns for a sample."""
+        call, bound = self.evaluator.samples[index].call, self.evaluator.bound
+        every: dict[str, Callable[..., Any]] = {**tuned, EAGER: self.evaluator.module}
+        if COMPILE_DEFAULT in tuned:
+            every[_BARE] = self.kept[COMPILE_DEFAULT][index].call
+        return {name: bound(each, call) for name, each in every.items()}
 
     def _affordable_seconds_each(self) -> float:
         """`seconds_each`, or less if the deadline is near."""

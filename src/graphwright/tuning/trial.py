@@ -127,7 +127,7 @@ class CandidateEvaluator:
     @property
     def model(self) -> Callable[..., Any]:
         """What the caller would call: the module, or the function that it wraps."""
-        return self.module._function if isinstance(self.module, FunctionModule) else self.module
+        return self.module.function_of() if isinstance(self.module, FunctionModule) else self.module
 
     def disagreement(self) -> str | None:
         """How eager here differs from eager in the process of the references; None if it agrees."""
@@ -382,11 +382,10 @@ class CandidateEvaluator:
                 part.status = row.status
         row.setup_s = sum(part.setup_s or 0.0 for part in parts)
         row.build_s = sum(part.build_s for part in parts)
-        row.peak_bytes = max((p.peak_bytes for p in parts if p.peak_bytes), default=None)
-        row.error = max(
-            (part.error for part in parts if part.error), key=lambda e: e.rms, default=None
-        )
-        row.unsteady = next((part.unsteady for part in parts if part.unsteady), "")
+        row.peak_bytes = max(filter(None, (part.peak_bytes for part in parts)), default=None)
+        errors = filter(None, (part.error for part in parts))
+        row.error = max(errors, key=lambda error: error.rms, default=None)
+        row.unsteady = next(filter(None, (part.unsteady for part in parts)), "")
         weights = [sample.weight for sample in self.samples]
         for figure in ("screening", "baseline"):
             found = [getattr(part, figure) for part in parts]

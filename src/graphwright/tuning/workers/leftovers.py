@@ -92,14 +92,30 @@ class Baseline:
     def _differences(self, holds_build: bool) -> Iterator[str]:
         if not holds_build:
             _let_compilers_forget()
-        in_use = MemoryMeter(self._evaluator.device).kept()
+        in_use = MemoryMeter(self._evaluator.device).kept()  # It collects garbage first.
         if not holds_build:
-            kept = resident_bytes(os.getpid()) - self._host_bytes
-            if kept > HOST_TOLERANCE:
-                yield f"{memory(kept)} of host memory are kept"
-            kept = in_use - self._device_bytes
-            if self._evaluator.device.type == "cuda" and kept > DEVICE_TOLERANCE:
-                yield f"{memory(kept)} of the GPU's memory are kept"
+            yield from self._kept_memory(in_use)
+        yield from self._changed()
+        yield from self._left_running()
+        weight = self._evaluator.samples[0].reference.state.changed()
+        if weight is not None:
+            yield f"{weight} was changed"
+        why = self._evaluator.disagreement()
+        if why is not None:
+            yield f"eager differs: {why}"
+        if _is_at_work():
+            yield "a thread is at work"
+
+    def _kept_memory(self, in_use: int) -> Iterator[str]:
+        kept = resident_bytes(os.getpid()) - self._host_bytes
+        if kept > HOST_TOLERANCE:
+            yield f"{memory(kept)} of host memory are kept"
+        kept = in_use - self._device_bytes
+        if self._evaluator.device.type == "cuda" and kept > DEVICE_TOLERANCE:
+            yield f"{memory(kept)} of the GPU's memory are kept"
+
+    def _changed(self) -> Iterator[str]:
+        """Settings, options and functions that are not as they were."""
         names = _other(self._settings, Settings.current())
         if names:
             yield f"settings were changed: {', '.join(names)}"
@@ -114,20 +130,14 @@ class Baseline:
             # TorchDynamo counts the modules that are made, from its first use on.
             if other is not function and getattr(other, "__module__", "") != _MUTATION_GUARD:
                 yield f"{name} was replaced"
+
+    def _left_running(self) -> Iterator[str]:
         threads = set(threading.enumerate()) - self._threads - _compilers_threads()
         for thread in threads:
             if thread.name not in _COMPILERS_THREADS:
                 yield f"the thread {thread.name} is left"
         if set(children_of(os.getpid())) - self._children - _compilers_processes():
             yield "a process is left"
-        weight = self._evaluator.samples[0].reference.state.changed()
-        if weight is not None:
-            yield f"{weight} was changed"
-        why = self._evaluator.disagreement()
-        if why is not None:
-            yield f"eager differs: {why}"
-        if _is_at_work():
-            yield "a thread is at work"
 
 
 def _state(evaluator: CandidateEvaluator) -> dict[str, object]:

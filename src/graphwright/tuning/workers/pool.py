@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -262,17 +262,7 @@ class WorkerPool:
                 known = [trial.job for trial in under_way]
                 lost = known + [job for job in started if job not in known]
                 under_way.clear()
-                if len(lost) == 1:
-                    job = lost.pop()
-                    yield _ended_server(job)
-                    schedule.put_back(job)
-                try:
-                    self._restart(str(error))
-                except IsolationError:
-                    for job in lost:
-                        yield _ended_server(job)
-                    raise
-                alone += lost
+                alone += yield from self._after_server(lost, schedule, str(error))
                 continue
             under_way.remove(trial)
             job, candidate, found = trial.job, trial.job.candidates.pop(0), trial.found
@@ -284,6 +274,35 @@ class WorkerPool:
                 assert not isinstance(found, Worker)
                 yield candidate, found
                 schedule.put_back(job)
+
+    def _after_server(
+        self, lost: Sequence[Job], schedule: Schedule, why: str
+    ) -> Generator[tuple[Candidate, Row | str], None, list[Job]]:
+        """Start another fork server, and yield the candidate that has ended this one, if known.
+
+        Args:
+            lost: what was under way.
+            schedule: gets back what is left of that candidate's job.
+            why: the fork server ended.
+
+        Returns:
+            Jobs that are to be tried alone.
+
+        Raises:
+            IsolationError: no other one can be started.
+        """
+        lost = list(lost)
+        if len(lost) == 1:
+            job = lost.pop()
+            yield _ended_server(job)
+            schedule.put_back(job)
+        try:
+            self._restart(why)
+        except IsolationError:
+            for job in lost:
+                yield _ended_server(job)
+            raise
+        return lost
 
     def _has_room(self, under_way: Sequence[_Trial]) -> bool:
         """Whether other candidates may be set up now: nothing is, or only what is slow."""
@@ -432,15 +451,21 @@ class WorkerPool:
             if known and not in_the_way:
                 return
             self._poll([trial.found for trial in waiting])
-            if deadline is not None:
-                ready = sum(_waits(trial.found) for trial in under_way)
-                late = time.monotonic() > deadline - ready * self._timing_s
-                if late and known and self.spare:
-                    return  # They may go on beside what is timed.
-                # Those that have become ready just now can still be timed.
-                for trial in waiting if late else ():
-                    if _sets_up(trial.found):
-                        _stop_late(trial.found)
+            if not self._is_late(under_way, deadline):
+                continue
+            if known and self.spare:
+                return  # They may go on beside what is timed.
+            # Those that have become ready just now can still be timed.
+            for trial in waiting:
+                if _sets_up(trial.found):
+                    _stop_late(trial.found)
+
+    def _is_late(self, under_way: Sequence[_Trial], deadline: float | None) -> bool:
+        """Whether the time that is left is needed to time what is ready."""
+        if deadline is None:
+            return False
+        ready = sum(_waits(trial.found) for trial in under_way)
+        return time.monotonic() > deadline - ready * self._timing_s
 
     def _time(self, worker: Worker, under_way: Sequence[_Trial], deadline: float | None) -> None:
         """Have a worker time its candidate, for so long as a timing may take after the deadline."""

@@ -191,7 +191,7 @@ def publish_globals() -> None:
 
 def modules_to_import(module: nn.Module) -> list[str]:
     """Names of the Python modules that define a model's classes."""
-    function: Any = module._function if isinstance(module, FunctionModule) else None
+    function: Any = module.function_of() if isinstance(module, FunctionModule) else None
     names = {type(part).__module__ for part in module.modules()}
     names.add(getattr(function, "__module__", None) or "torch")
     return sorted(names - {"__main__"})
