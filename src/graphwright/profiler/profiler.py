@@ -279,21 +279,22 @@ class _Work:
 class _Gpu(_Work):
     """A call on a GPU."""
 
-    def _decide(self) -> None:
-        times, trace, device = self.times, self.trace, self.subject.device
-        waits = bool(self.observer.waits) or any(op.reads for op in self.operations)
-        alone = None if waits else device_seconds(self.subject, times.host_s)
-        self._raise_roofs(trace.operation_s)
-        by_operation: dict[int | None, list[Kernel]] = {}
-        for kernel in trace.kernels:
+    def _kernels_by_operation(self) -> dict[int | None, list[Kernel]]:
+        """The kernels of a call by the number of their operation; None for those of none."""
+        found: dict[int | None, list[Kernel]] = {}
+        for kernel in self.trace.kernels:
             index = kernel.operation
             if index is not None and index >= len(self.operations):
                 index = None
-            by_operation.setdefault(index, []).append(kernel)
+            found.setdefault(index, []).append(kernel)
+        return found
+
+    def _parts(self, by_operation: Mapping[int | None, list[Kernel]]) -> dict[Cause, float]:
+        """The device's seconds by what bounds them; notes those of each operation, too."""
         parts: dict[Cause, float] = {}
         for index, operation in enumerate(self.operations):
             kernels = by_operation.get(index, [])
-            seconds = trace.operation_s.get(index, 0.0)
+            seconds = self.trace.operation_s.get(index, 0.0)
             cause = cause_on_gpu(operation, kernels, self.roofs) if kernels else Cause.LAUNCHES
             if kernels:
                 parts[cause] = parts.get(cause, 0.0) + seconds
@@ -305,6 +306,15 @@ class _Gpu(_Work):
                 f"{counted(len(others), 'kernel')} of no operation, as of a replayed graph: "
                 "what is read and computed there is not known."
             )
+        return parts
+
+    def _decide(self) -> None:
+        times, trace, device = self.times, self.trace, self.subject.device
+        waits = bool(self.observer.waits) or any(op.reads for op in self.operations)
+        alone = None if waits else device_seconds(self.subject, times.host_s)
+        self._raise_roofs(trace.operation_s)
+        by_operation = self._kernels_by_operation()
+        parts = self._parts(by_operation)
         waiting = max(trace.waiting_s, self._waiting()) if waits else trace.waiting_s
         busy = trace.busy_s if alone is None else alone
         copies_s = parts.get(Cause.TRANSFERS, 0.0)

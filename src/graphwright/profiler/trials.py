@@ -61,11 +61,7 @@ def try_variants(
     Returns:
         by form, what was found; forms that suit none of them are left out.
     """
-    kinds: dict[str, list[int]] = {}
-    for index, sample in samples.items():
-        if seconds.get(index, 0.0) > 0:
-            kinds.setdefault(repr((str(sample.func), sample.args, sample.kwargs)), []).append(index)
-    groups = sorted(kinds.values(), key=lambda g: -sum(seconds[i] for i in g))
+    groups = _kinds(samples, seconds)
     total = sum(seconds[i] for group in groups for i in group)
     found: dict[str, list[float]] = {}
     began, covered = time.perf_counter(), 0.0
@@ -88,6 +84,15 @@ def try_variants(
         for form, (before, after) in found.items()
         if before
     }
+
+
+def _kinds(samples: Mapping[int, Sample], seconds: Mapping[int, float]) -> list[list[int]]:
+    """Operations that are alike, by index; the kinds that take most first."""
+    kinds: dict[str, list[int]] = {}
+    for index, sample in samples.items():
+        if seconds.get(index, 0.0) > 0:
+            kinds.setdefault(repr((str(sample.func), sample.args, sample.kwargs)), []).append(index)
+    return sorted(kinds.values(), key=lambda kind: -sum(seconds[i] for i in kind))
 
 
 def _forms(operation: Operation, sample: Sample, device: torch.device) -> list[str]:

@@ -263,14 +263,7 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
         aside = "" if gain is None else f"{ratio(gain)} as fast as eager"
         body = _of_case(case, f"case{number}")
         sections.append(Section(case.name, body, aside, folded=True, anchor=f"case{number}"))
-    if data.get("benchmark") == "buckets":
-        figures = data["figures"]
-        aside = counted(len(figures["by_bucket"]), "bucket")
-        sections.append(Section("By bucket", _by_bucket(figures), aside, folded=True))
-    if targets := data.get("targets"):
-        met = sum(bool(each.get("met")) for each in targets)
-        aside = f"{met} of {len(targets)} met"
-        sections.append(Section("Targets", _targets(targets), aside, folded=True))
+    sections += _of_some_benchmarks(data)
     known = environment | ({"commit": str(data["commit"])} if "commit" in data else {})
     sections.append(Section("Environment", facts(known), folded=True))
     if text:
@@ -286,6 +279,18 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
         sections,
         tiles=tiles,
     )
+
+
+def _of_some_benchmarks(data: Mapping[str, Any]) -> Iterator[Section]:
+    """What some benchmarks have found beside their ways to call models."""
+    if data.get("benchmark") == "buckets":
+        figures = data["figures"]
+        aside = counted(len(figures["by_bucket"]), "bucket")
+        yield Section("By bucket", _by_bucket(figures), aside, folded=True)
+    if targets := data.get("targets"):
+        met = sum(bool(each.get("met")) for each in targets)
+        aside = f"{met} of {len(targets)} met"
+        yield Section("Targets", _targets(targets), aside, folded=True)
 
 
 def _verdict(cases: Sequence[Case]) -> tuple[Html, list[Tile]]:
@@ -322,34 +327,10 @@ def _short(way: str) -> str:
 
 
 def _overview(cases: Sequence[Case], kind: str) -> Html:
-    lines, cells = [], []
-    for number, case in enumerate(cases):
-        eager, ours, other = case.way(EAGER), case.best(ours=True), case.best(ours=False)
-        gain, theirs = case.gain(ours), case.gain(other)
-        marks = []
-        if ours is not None and gain is not None:
-            marks.append(Mark(gain, color=CHOSEN, hint=f"{_short(ours.name)}: {ratio(gain)}"))
-        if other is not None and theirs is not None:
-            marks.append(Mark(theirs, color="s1", hint=f"{other.name}: {ratio(theirs)}"))
-        text = " / ".join(ratio(each) for each in (gain, theirs) if each is not None)
-        lines.append(Line(case.name, text, marks))
-        link = element("a", case.name, href=f"#case{number}")
-        cells.append(
-            [
-                link,
-                NO_FIGURE if ours is None else _chosen_name(case, ours),
-                NO_FIGURE if other is None else other.name,
-                _seconds(eager),
-                _seconds(other),
-                _seconds(ours),
-                NO_FIGURE if gain is None else ratio(gain),
-                NO_FIGURE if (g := case.gain_over_others()) is None else ratio(g),
-            ]
-        )
     plot = rows(
         "overview",
         f"Bars: times as fast as eager, graphwright's best and the best other way, of {kind}",
-        [Group("", [line for line in lines if line.marks])],
+        [Group("", [line for line in map(_gains, cases) if line.marks])],
         "times as fast as eager",
         lambda value: f"{value:.3g}×",
         reference=(1.0, EAGER),
@@ -357,15 +338,57 @@ def _overview(cases: Sequence[Case], kind: str) -> Html:
     colors = [(CHOSEN, "graphwright")]
     if any(case.best(ours=False) for case in cases):
         colors.append(("s1", "best other way"))
-    headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
-                "vs eager", "vs other"]  # fmt: skip
     found = [figure("Times as fast as eager", plot, "The upright line is eager.", legend(colors))]
     found += _memory_of_all(cases, kind)
-    # Without other ways their columns are empty.
-    kept = [i for i in range(len(headings)) if any(line[i] != NO_FIGURE for line in cells)]
-    lines_kept = [[line[i] for i in kept] for line in cells]
-    texts = sum(i < 3 for i in kept)
-    return join([plots(found), table([headings[i] for i in kept], lines_kept, texts=texts)])
+    headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
+                "vs eager", "vs other"]  # fmt: skip
+    lines = [_best_ways(case, f"case{number}") for number, case in enumerate(cases)]
+    return join([plots(found), _filled_table(headings, lines, texts=3)])
+
+
+def _gains(case: Case) -> Line:
+    """The gains of the best ways to call a model, as bars."""
+    ours, other = case.best(ours=True), case.best(ours=False)
+    gain, theirs = case.gain(ours), case.gain(other)
+    marks = []
+    if ours is not None and gain is not None:
+        marks.append(Mark(gain, color=CHOSEN, hint=f"{_short(ours.name)}: {ratio(gain)}"))
+    if other is not None and theirs is not None:
+        marks.append(Mark(theirs, color="s1", hint=f"{other.name}: {ratio(theirs)}"))
+    text = " / ".join(ratio(each) for each in (gain, theirs) if each is not None)
+    return Line(case.name, text, marks)
+
+
+def _best_ways(case: Case, anchor: str) -> list[str | Html]:
+    """The best ways to call a model, as a line of the table of all."""
+    ours, other = case.best(ours=True), case.best(ours=False)
+    return [
+        element("a", case.name, href=f"#{anchor}"),
+        NO_FIGURE if ours is None else _chosen_name(case, ours),
+        NO_FIGURE if other is None else other.name,
+        _seconds(case.way(EAGER)),
+        _seconds(other),
+        _seconds(ours),
+        _of(case.gain(ours), ratio),
+        _of(case.gain_over_others(), ratio),
+    ]
+
+
+def _filled_table(
+    headings: Sequence[str],
+    lines: Sequence[Sequence[str | Html]],
+    *,
+    texts: int,
+    emphasized: int | None = None,
+) -> Html:
+    """A table without the columns that are empty; the first columns, `texts` of all, hold words."""
+    kept = [i for i in range(len(headings)) if any(line[i] != NO_FIGURE for line in lines)]
+    return table(
+        [headings[i] for i in kept],
+        [[line[i] for i in kept] for line in lines],
+        emphasized=emphasized,
+        texts=sum(i < texts for i in kept),
+    )
 
 
 def _memory_of_all(cases: Sequence[Case], kind: str) -> list[Html]:
@@ -528,18 +551,20 @@ def _differences(case: Case, name: str) -> Html | None:
 def _table(case: Case) -> Html:
     best = case.best(ours=True)
     chosen = next((i for i, way in enumerate(case.ways) if way is best), None)
-    found = [
-        ("way", [way.name for way in case.ways]),
-        ("status", [way.status for way in case.ways]),
-        ("time", [_seconds(way) for way in case.ways]),
-        ("vs eager", [_of(case.gain(way), ratio) for way in case.ways]),
-        ("set-up", [_of(way.setup_s, duration) for way in case.ways]),
-        ("peak memory", [memory(way.peak_bytes) for way in case.ways]),
-        ("off eager's", [_of(way.off, lambda value: f"{value:.1e}") for way in case.ways]),
+    headings = ["way", "status", "time", "vs eager", "set-up", "peak memory", "off eager's"]
+    lines = [
+        [
+            way.name,
+            way.status,
+            _seconds(way),
+            _of(case.gain(way), ratio),
+            _of(way.setup_s, duration),
+            memory(way.peak_bytes),
+            _of(way.off, lambda value: f"{value:.1e}"),
+        ]
+        for way in case.ways
     ]
-    kept = [(name, cells) for name, cells in found if any(cell != NO_FIGURE for cell in cells)]
-    lines = [list(cells) for cells in zip(*(cells for _, cells in kept), strict=True)]
-    return table([name for name, _ in kept], lines, emphasized=chosen, texts=2)
+    return _filled_table(headings, lines, texts=2, emphasized=chosen)
 
 
 def _of(value: float | None, form: Any) -> str:
