@@ -18,7 +18,7 @@ from ..graphs.journal import Journal
 from . import obstacles
 from .finding import Place, place_of
 from .obstacles import Findings, Obstacle
-from .placement import Origin, Side, Sides
+from .placement import Side, Sides, ValueOrigin
 
 # How users write functions that Python calls by other names.
 _AS_WRITTEN = {
@@ -52,7 +52,7 @@ _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 
 @dataclass(frozen=True)
-class Step:
+class OperationStep:
     """One operation of a run, for comparison with another run's."""
 
     name: str
@@ -97,7 +97,7 @@ class OperationObserver(Journal):
         super().__init__()
         self.sides = sides
         self.found = Findings()
-        self.steps: list[Step] = []
+        self.steps: list[OperationStep] = []
         self.copies: list[tuple[Place, str, str]] = []
         self.kernels = 0
         self.calls: list[FunctionCall] = []
@@ -160,7 +160,7 @@ class OperationObserver(Journal):
             self._note_step(func, args, kwargs, given)
         return result
 
-    def _note_made(self, made: list[torch.Tensor], side: Side | None, origin: Origin) -> None:
+    def _note_made(self, made: list[torch.Tensor], side: Side | None, origin: ValueOrigin) -> None:
         """Note where results are, and where their values come from."""
         for tensor in made:
             self.made(tensor)
@@ -193,7 +193,9 @@ class OperationObserver(Journal):
             if tensor.dim() == 0 and self.sides.of(tensor) is Side.HOST
         ]
         shapes = tuple(tuple(tensor.shape) for tensor in given)
-        self.steps.append(Step(str(func), shapes, tuple(numbers), place_of(sys._getframe(1))))
+        self.steps.append(
+            OperationStep(str(func), shapes, tuple(numbers), place_of(sys._getframe(1)))
+        )
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
             self.kernels += 1
 
@@ -293,23 +295,23 @@ class OperationObserver(Journal):
         kwargs: Mapping[str, Any],
         made: list[torch.Tensor],
         on_device: bool,
-    ) -> Origin:
+    ) -> ValueOrigin:
         """Note how random numbers were drawn, if they were; the origin of the result."""
         generator = generator_of(args, kwargs)
         _, before = self._generators[id(generator)]
         if torch.equal(generator.get_state(), before):
-            return Origin.CONSTANT  # Attention without dropout draws none.
+            return ValueOrigin.CONSTANT  # Attention without dropout draws none.
         sides: set[Side | None] = {self._side_of_new([], on_device)}
         if not self.sides.pretend:
             sides = {self.sides.of(tensor) for tensor in made}
         if Side.HOST not in sides:
-            return Origin.CONSTANT
+            return ValueOrigin.CONSTANT
         written = self._as_written(str(func))
         self.report(obstacles.DRAWN_ON_HOST, written)
         if generator is torch.default_generator:
             self.draws.note(func, args, kwargs, made)
             self._drawn.append((place_of(sys._getframe(1)), written))
-        return Origin.RANDOM
+        return ValueOrigin.RANDOM
 
     def allow_unused_draws(self) -> None:
         """Take back what was noted of draws on the host that a replay can make again.

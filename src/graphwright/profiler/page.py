@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from ..calls.plurals import counted
 from ..report.markup import Html, element, facts, html, join, table
 from ..report.page import CHOSEN, Section, Tile, figure, legend, page, paragraphs, plots
-from ..report.plots import WIDTH, Group, Line, Mark, rows
+from ..report.plots import WIDTH, Group, Mark, PlotRow, rows
 from ..report.table import duration
 from .plots import drawn_timeline, roofline
 from .profile_data import ProfileData
 from .remedies import Remedy
 from .rendering import byte_count, span
-from .table import GROUPS, Measured, Row
+from .table import GROUPS, Measured, OperationRow
 from .trace import Bar
 
 # Rows that a table shows.
@@ -99,7 +99,7 @@ def _shares(profile: ProfileData) -> Iterator[Html]:
     for cause, share in shares.items():
         tone = CHOSEN if cause in profile.verdict.causes else "s1"
         mark = Mark(share, color=tone)
-        lines.append(Line(str(cause), f"{share:.0%}", [mark], tone == CHOSEN))
+        lines.append(PlotRow(str(cause), f"{share:.0%}", [mark], tone == CHOSEN))
     plot = rows("shares", f"Bars: shares of the time of {profile.name}, by cause",
                 [Group("", lines)], "share of the time", "{:.0%}".format)  # fmt: skip
     yield figure("Shares of the time", plot)
@@ -126,7 +126,7 @@ def _gains(name: str, remedies: Sequence[Remedy]) -> Html:
         if remedy.under_graph is not None:
             graphs = True
             marks.append(_mark(*remedy.under_graph, "s1"))
-        lines.append(Line(remedy.name, span(remedy.low, remedy.high), marks))
+        lines.append(PlotRow(remedy.name, span(remedy.low, remedy.high), marks))
     plot = rows("gains", f"Bars: the range of the gain of each remedy for {name}",
                 [Group("", lines)], "times as fast", "{:.3g}×".format,
                 reference=(1.0, "now"))  # fmt: skip
@@ -164,7 +164,7 @@ def _remedies(remedies: Sequence[Remedy]) -> Html:
     return table(["remedy", "times as fast", "beside a graph", "why"], cells, texts=4, stacked=True)
 
 
-def _table(by: str, listed: Sequence[Row], *, gpu: bool) -> Html:
+def _table(by: str, listed: Sequence[OperationRow], *, gpu: bool) -> Html:
     count = "launches" if gpu else "operations"
     cells = [
         [

@@ -30,7 +30,7 @@ from ..graphs.conditions import pretend_capturing
 from ..report.environment import environment
 from . import remedies as remedy_room
 from .lines import Line, Sampler
-from .observation import Observer, Operation, Stopwatch
+from .observation import ObservedOperation, Stopwatch, WorkObserver
 from .profile import Profile
 from .remedies import Known, Remedy
 from .roofs import Roofs, cores, raised, roofs_of
@@ -38,7 +38,7 @@ from .sentences import told
 from .subject import Subject
 from .table import Measured
 from .timing import CROWDED, CallTimes, device_seconds, time_calls, time_threads
-from .trace import Kernel, Traced, traced
+from .trace import Kernel, TracedCall, traced
 from .trials import try_variants
 from .verdict import (
     Cause,
@@ -142,7 +142,7 @@ def _on_gpu(subject: Subject) -> bool:
     return subject.device.type == "cuda"
 
 
-class _Work:
+class _Profiling:
     """What both devices share: the order in which things are measured.
 
     Attributes:
@@ -165,8 +165,8 @@ class _Work:
         self.measured: list[Measured] = []
         self.remedies: list[Remedy] = []
         self.times: CallTimes
-        self.trace = Traced()
-        self.observer = Observer(subject.names)
+        self.trace = TracedCall()
+        self.observer = WorkObserver(subject.names)
         self.sampler = Sampler()
 
     def measure(self) -> None:
@@ -185,7 +185,7 @@ class _Work:
             self.notes.append(uncounted)
 
     @property
-    def operations(self) -> list[Operation]:
+    def operations(self) -> list[ObservedOperation]:
         return self.observer.operations
 
     def _observe(self) -> None:
@@ -276,7 +276,7 @@ class _Work:
         return Verdict(verdict.causes, verdict.shares, tuple(lines[:8]), text)
 
 
-class _Gpu(_Work):
+class _Gpu(_Profiling):
     """A call on a GPU."""
 
     def _kernels_by_operation(self) -> dict[int | None, list[Kernel]]:
@@ -371,7 +371,7 @@ class _Gpu(_Work):
         places = len(set(self.observer.reads()))
         if not places:
             return alone, 0
-        observer = Observer(self.subject.names)
+        observer = WorkObserver(self.subject.names)
         try:
             with self.subject.mode(), pretend_capturing():
                 call = self.subject.prepared()
@@ -412,7 +412,7 @@ class _Gpu(_Work):
         return min(statistics.median(found), self.times.host_s)
 
 
-class _Cpu(_Work):
+class _Cpu(_Profiling):
     """A call on a CPU."""
 
     def _decide(self) -> None:
@@ -457,7 +457,7 @@ class _Cpu(_Work):
         known = Known(self.operations, by_index, self.roofs, trials, outputs=self.outputs)
         self.remedies = remedy_room.for_cpu(self.figures, known)
 
-    def _watched(self) -> Watched:
+    def _watched(self) -> StopwatchTimes:
         """Calls with and without the stopwatch, in turns, so that other work disturbs both."""
         timer = Timer(self.subject.device)
         runs: list[list[float]] = []
@@ -482,11 +482,11 @@ class _Cpu(_Work):
             )
             same = runs[-1:]
         operations = [min(values) for values in zip(*same, strict=True)]
-        return Watched(operations, min(plain), max(0.0, min(between)))
+        return StopwatchTimes(operations, min(plain), max(0.0, min(between)))
 
 
 @dataclass(frozen=True)
-class Watched:
+class StopwatchTimes:
     """Calls on a CPU, with and without the stopwatch; seconds.
 
     Attributes:

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 
 from ..errors import GraphwrightError, first_line
 from ..graphs.marks import silent_profiler
-from .observation import MARK, Marker, Operation
+from .observation import MARK, Marker, ObservedOperation
 from .subject import Subject
 
 Event = dict[str, Any]
@@ -66,7 +66,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """What the profiler says of a call; times in seconds.
 
     Attributes:
@@ -92,7 +92,7 @@ class Traced:
     events: list[Event] = field(default_factory=list, repr=False)
 
 
-def traced(subject: Subject) -> Traced:
+def traced(subject: Subject) -> TracedCall:
     """Run some calls under torch.profiler.
 
     Raises:
@@ -144,14 +144,14 @@ def _run(subject: Subject, cuda: bool) -> None:
             del result
 
 
-def parse(events: Sequence[Event]) -> Traced:
+def parse(events: Sequence[Event]) -> TracedCall:
     """Figures from the events of a Chrome trace of `_run`; microseconds become seconds."""
     trace = _ChromeTrace(events)
     calls = trace.windows(CALL)[1:] or trace.windows(CALL)
     marked = trace.windows(MARKED)
     found = [_figures(trace, call) for call in calls]
     kernels, operation_s = _by_operation(trace, marked)
-    return Traced(
+    return TracedCall(
         kernels=kernels,
         busy_s=_median([each.busy for each in found]) / 1e6,
         waiting_s=_median([each.waiting for each in found]) / 1e6,
@@ -196,7 +196,7 @@ class _ChromeTrace:
 
 @dataclass(frozen=True)
 class _Figures:
-    """What a trace says of one call, in microseconds; see `Traced`."""
+    """What a trace says of one call, in microseconds; see `TracedCall`."""
 
     busy: float
     waiting: float
@@ -365,7 +365,7 @@ def _inside(events: Sequence[Event], trace: _ChromeTrace, windows: Sequence[Span
     return [event for event in events if id(event) in launched or begins(event)]
 
 
-def named(events: Sequence[Event], operations: Sequence[Operation]) -> Iterator[Event]:
+def named(events: Sequence[Event], operations: Sequence[ObservedOperation]) -> Iterator[Event]:
     """Events of a Chrome trace in which the marks bear the names of modules and operations."""
     for event in events:
         if not _is_mark(event, MARK):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .observation import Form, Operation, Sample
+from .observation import Form, ObservedOperation, OperationSample
 from .roofs import fp32_precision
 from .timing import back_to_back, least
 
@@ -27,7 +27,7 @@ FASTEST = "the fastest algorithm"
 
 
 @dataclass(frozen=True)
-class Trial:
+class FormTrial:
     """What products and convolutions take in another form.
 
     Attributes:
@@ -42,13 +42,13 @@ class Trial:
 
 
 def try_variants(
-    operations: Sequence[Operation],
-    samples: Mapping[int, Sample],
+    operations: Sequence[ObservedOperation],
+    samples: Mapping[int, OperationSample],
     seconds: Mapping[int, float],
     device: torch.device,
     *,
     limit_s: float,
-) -> dict[str, Trial]:
+) -> dict[str, FormTrial]:
     """Time the operations that take most, each kind once, as they are and in other forms.
 
     Args:
@@ -80,13 +80,13 @@ def try_variants(
                 before_after[0] += spent
                 before_after[1] += spent * other / base
     return {
-        form: Trial(before, after, total - before)
+        form: FormTrial(before, after, total - before)
         for form, (before, after) in found.items()
         if before
     }
 
 
-def _kinds(samples: Mapping[int, Sample], seconds: Mapping[int, float]) -> list[list[int]]:
+def _kinds(samples: Mapping[int, OperationSample], seconds: Mapping[int, float]) -> list[list[int]]:
     """Operations that are alike, by index; the kinds that take most first."""
     kinds: dict[str, list[int]] = {}
     for index, sample in samples.items():
@@ -95,7 +95,9 @@ def _kinds(samples: Mapping[int, Sample], seconds: Mapping[int, float]) -> list[
     return sorted(kinds.values(), key=lambda kind: -sum(seconds[i] for i in kind))
 
 
-def _forms(operation: Operation, sample: Sample, device: torch.device) -> list[str]:
+def _forms(
+    operation: ObservedOperation, sample: OperationSample, device: torch.device
+) -> list[str]:
     tensors = _tensor_forms((sample.args, sample.kwargs))
     if not tensors or not all(form.dtype.is_floating_point for form in tensors):
         return []
@@ -127,7 +129,7 @@ def _tensor_forms(tree: Any) -> list[Form]:
     return []
 
 
-def _seconds(sample: Sample, form: str | None, device: torch.device) -> float | None:
+def _seconds(sample: OperationSample, form: str | None, device: torch.device) -> float | None:
     """Seconds of an operation in some form; None if it does not run in it."""
     if form == FASTEST:
         with _trying_all_algorithms():

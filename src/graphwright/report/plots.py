@@ -297,7 +297,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotRow:
     """A row: its name, a text at the right, and its marks one below the other."""
 
     name: str
@@ -311,7 +311,7 @@ class Group:
     """Rows under a heading; the heading may be empty."""
 
     heading: str
-    lines: Sequence[Line]
+    lines: Sequence[PlotRow]
 
 
 _TEXT_HEIGHT, _MARK_HEIGHT, _GAP, _HEADING, _FOOT = 17.0, 11.0, 8.0, 24.0, 46.0
@@ -411,7 +411,7 @@ def _span(groups: Sequence[Group], ends: Sequence[float]) -> tuple[float, float]
     return 0.0, max([*ends, 0.0]) * 1.03 or 1.0
 
 
-def _row(axes: Axes, line: Line, at: float, *, dots: bool) -> None:
+def _row(axes: Axes, line: PlotRow, at: float, *, dots: bool) -> None:
     across = axes.get_yaxis_transform()
     weight = "bold" if line.strong else "normal"
     ink = color(CHOSEN) if line.strong else INK

@@ -31,7 +31,7 @@ from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
 from .padding import PaddingPlan, Sizes
 from .positions import HOLDS_POSITIONS, Positions
-from .sampler import CallSampler, Change
+from .sampler import CallSampler, ValueChange
 from .verdicts import Impossible, Names, Verdicts
 
 # Sizes of one dimension that are checked one by one for branches.
@@ -75,7 +75,7 @@ class Prover:
         self._variants = itertools.cycle(self._every)
         self._changes = itertools.cycle(subject.changes())
         # Changes of values that eager could not handle, and whether all rows were alike.
-        self._useless: set[tuple[Change, bool]] = set()
+        self._useless: set[tuple[ValueChange, bool]] = set()
         # Dimensions whose padding, together, was found to matter in some trial.
         self._suspect: set[Names] = set()
         # Dimensions along which calls were split with the same results.
@@ -200,9 +200,9 @@ class Prover:
             return
         # A row unlike all others changes their results where rows are taken together.
         for row in range(_ROWS):
-            yield subject.with_odd_row(sizes, changes[0], Change.FAR, generator, name, row)
+            yield subject.with_odd_row(sizes, changes[0], ValueChange.FAR, generator, name, row)
             yield subject.with_odd_row(sizes, changes[1], changes[0], generator, name, row)
-        yield subject.with_odd_row(sizes, changes[0], Change.NAN, generator, name, 0)
+        yield subject.with_odd_row(sizes, changes[0], ValueChange.NAN, generator, name, 0)
 
     def _joints(
         self, leaves: list[Any], name: str, parts: Sequence[int], *, first: bool
@@ -341,7 +341,7 @@ class Prover:
             f"; {name}{HOLDS_POSITIONS}{', '.join(others)}" for name, others in found.items()
         )
 
-    def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_Trial]:
+    def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_PaddingTrial]:
         """What to try for some sizes."""
         subject = self.subject
         # Small calls with much padding show most and cost least, so more is tried for them, and for
@@ -350,29 +350,29 @@ class Prover:
         first = verdicts.case(sizes) not in verdicts.refused
         changes = subject.changes()
         if not thorough or not (few or first):
-            how: Change | None = next(self._changes)
+            how: ValueChange | None = next(self._changes)
             for variant in self._every if thorough else (next(self._variants),):
-                yield _Trial(variant, how)
+                yield _PaddingTrial(variant, how)
                 how = None
             return
         if len(changes) == 1:
-            yield _Trial(0, changes[0])
+            yield _PaddingTrial(0, changes[0])
             return
         for variant, how in zip(_VARIANT_ORDER, itertools.cycle(changes), strict=False):
-            yield _Trial(variant, how)
+            yield _PaddingTrial(variant, how)
         if not first:
             return
         # A row or its opposite has most properties that outputs may ask of any or all rows.
         for row in range(_ROWS):
-            yield _Trial(0, changes[0], row)
-            yield _Trial(0, changes[1], row)
-        searched = (Change.MIXED, Change.SHUFFLED)
+            yield _PaddingTrial(0, changes[0], row)
+            yield _PaddingTrial(0, changes[1], row)
+        searched = (ValueChange.MIXED, ValueChange.SHUFFLED)
         for row, how in enumerate((*changes[2:], *searched), _ROWS):
-            yield _Trial(row % PAD_VARIANTS, how, row)
+            yield _PaddingTrial(row % PAD_VARIANTS, how, row)
         for row in range(_MAX_SEARCHED):
             for how in searched:
-                yield _Trial(None, how, row)
-                yield _Trial(None, how)
+                yield _PaddingTrial(None, how, row)
+                yield _PaddingTrial(None, how)
 
     def _impossible(self, verdicts: Verdicts, sizes: Sizes, change: str, error: Exception) -> str:
         """The reason for refusing to pad a call that eager itself refuses."""
@@ -385,7 +385,9 @@ class Prover:
         same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
         return message if same else Impossible(message)
 
-    def _run_unpadded(self, sizes: Sizes, how: Change, row: int | None, padded: Names) -> _Unpadded:
+    def _run_unpadded(
+        self, sizes: Sizes, how: ValueChange, row: int | None, padded: Names
+    ) -> _Unpadded:
         """Run a call with changed values, without padding.
 
         Values for which eager raises, or gives NaN or Inf where the sample's values do not, prove
@@ -393,25 +395,27 @@ class Prover:
         """
         eager = functools.partial(self._eager, sizes, row=row, padded=padded)
         same = row is not None
-        if how not in (Change.NONE, Change.SCALED) and (how, same) not in self._useless:
+        if how not in (ValueChange.NONE, ValueChange.SCALED) and (how, same) not in self._useless:
             with contextlib.suppress(Exception):
                 changed = eager(how)
                 if finite_share(changed.outcome) == 1:
                     return changed
-                usual = eager(Change.SCALED)
+                usual = eager(ValueChange.SCALED)
                 if finite_share(changed.outcome) >= finite_share(usual.outcome):
                     return changed
             self._useless.add((how, same))
-        if how is not Change.NONE:
+        if how is not ValueChange.NONE:
             try:
-                return eager(Change.SCALED)
+                return eager(ValueChange.SCALED)
             except _Inexact:
                 raise
             except Exception:
-                self._useless.add((Change.SCALED, same))
-        return eager(Change.NONE)
+                self._useless.add((ValueChange.SCALED, same))
+        return eager(ValueChange.NONE)
 
-    def _eager(self, sizes: Sizes, how: Change, *, row: int | None, padded: Names) -> _Unpadded:
+    def _eager(
+        self, sizes: Sizes, how: ValueChange, *, row: int | None, padded: Names
+    ) -> _Unpadded:
         if row is None:
             leaves = self.subject.changed(sizes, how, self._generator)
         else:
@@ -456,7 +460,7 @@ class Prover:
         self._exactly = False
         try:
             with self._from_now():
-                true = self._eager(sizes, Change.NONE, row=None, padded=names)
+                true = self._eager(sizes, ValueChange.NONE, row=None, padded=names)
                 why = self._differs(verdicts, sizes, true, 0)
         except Exception as error:
             why = f"the call fails: {first_line(error, 160)}"
@@ -467,7 +471,7 @@ class Prover:
         return None if why is None else f"with {' and '.join(names)} padded, {why}"
 
     def _strides(
-        self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen
+        self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _NotedOutputs
     ) -> str | None:
         """How the strides of eager's outputs differ from the rule, in words, or None."""
         given = seen.sharing.arguments
@@ -492,12 +496,12 @@ class Prover:
             "rule"
         )
 
-    def _run(self, leaves: Sequence[Any]) -> tuple[Outcome, _Seen]:
+    def _run(self, leaves: Sequence[Any]) -> tuple[Outcome, _NotedOutputs]:
         """Run a call, in float64 if the function can run so."""
         self._calls += 1
         if not self._exactly:
             return self._run_as_it_is(leaves)
-        subject, seen = self.subject, _Seen(self.subject.axes)
+        subject, seen = self.subject, _NotedOutputs(self.subject.axes)
         assert self._state is not None
         call = subject.call("proof", leaves)
         try:
@@ -509,14 +513,14 @@ class Prover:
             raise _Inexact from error
         return outcome, seen
 
-    def _run_as_it_is(self, leaves: Sequence[Any]) -> tuple[Outcome, _Seen]:
-        seen = _Seen(self.subject.axes)
+    def _run_as_it_is(self, leaves: Sequence[Any]) -> tuple[Outcome, _NotedOutputs]:
+        seen = _NotedOutputs(self.subject.axes)
         assert self._state is not None
         call = self.subject.call("proof", leaves)
         return run(self.subject.fn, call, self._state, seen.look), seen
 
 
-class _Seen:
+class _NotedOutputs:
     """What is noted about the outputs of a call before they are copied.
 
     Attributes:
@@ -561,7 +565,7 @@ def _effects(
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _PaddingTrial:
     """One trial of some sizes.
 
     Attributes:
@@ -571,7 +575,7 @@ class _Trial:
     """
 
     variant: int | None
-    how: Change | None
+    how: ValueChange | None
     row: int | None = None
 
     def variants(self, every: Sequence[int], *, struck: bool) -> Sequence[int]:
@@ -592,7 +596,7 @@ class _Unpadded:
 
     leaves: list[Any]
     outcome: Outcome
-    seen: _Seen
+    seen: _NotedOutputs
 
 
 class _Unchanged:

@@ -60,7 +60,7 @@ from ..strategies.registry import without
 from .request import Request
 from .workers.fork_server import CANDIDATE
 from .workers.process import kill_group, last_line
-from .workers.settings import Settings
+from .workers.settings import ProcessSettings
 from .workers.task import pickling_by_value
 
 # The reason of calls of the model itself where nothing beats it so far, as `calls` counts them.
@@ -81,7 +81,7 @@ _LIVE: weakref.WeakSet[BackgroundSearch] = weakref.WeakSet()
 
 
 @dataclass
-class Order:
+class SearchOrder:
     """What the child searches for.
 
     Attributes:
@@ -96,7 +96,7 @@ class Order:
     samples: list[Any]
     options: dict[str, Any]
     name: str
-    settings: Settings
+    settings: ProcessSettings
 
 
 class _Outdated(Exception):
@@ -249,7 +249,7 @@ class BackgroundSearch:
             if (why := not_in_background(each)) is not None
         ]
         self._notes: list[str] = []
-        self._settings = Settings.current()
+        self._settings = ProcessSettings.current()
         self._samples = [(weight, call.clone()) for weight, call in asked.calls]
         self._began = time.monotonic()
         self._watch()
@@ -375,7 +375,7 @@ class BackgroundSearch:
             "remember": asked.remember,
             "fresh": asked.fresh,
         }
-        order = Order(model, samples, options, asked.name, self._settings)
+        order = SearchOrder(model, samples, options, asked.name, self._settings)
         with tempfile.TemporaryFile(prefix="graphwright-") as file:
             try:
                 with _PICKLING, pickling_by_value():

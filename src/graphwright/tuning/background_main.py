@@ -28,7 +28,7 @@ from ..artifacts.saving import save_choice
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, first_line, in_words
 from ..report.result import EAGER, Row, Status
-from .background import Order
+from .background import SearchOrder
 from .tuner import Tuning
 from .workers.fork_server import CANDIDATE
 from .workers.process import adopt_orphans, end_with_parent, kill_children
@@ -157,7 +157,7 @@ def _draws() -> list[Any]:
 
 def _search(caller: _Caller, handle: int) -> None:
     with open(handle, "rb") as file:
-        order: Order = torch.load(file, weights_only=False)
+        order: SearchOrder = torch.load(file, weights_only=False)
         publish_globals()
     os.environ.pop(CANDIDATE, None)
     cores = len(os.sched_getaffinity(0))

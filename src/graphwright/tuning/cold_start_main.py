@@ -28,7 +28,7 @@ from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
 from ..report.result import Status
 from ..strategies.base import Candidate
-from .cold_start import ARTIFACT, ORDER, Order
+from .cold_start import ARTIFACT, ORDER, StartOrder
 from .trial import status_of
 from .workers.process import end_with_parent
 from .workers.task import Task, publish_globals
@@ -36,7 +36,7 @@ from .workers.task import Task, publish_globals
 
 def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
     """Load or build, call, compare: a status with its reason and remedy."""
-    order: Order = pickle.loads((folder / ORDER).read_bytes())
+    order: StartOrder = pickle.loads((folder / ORDER).read_bytes())
     sys.path[:], sys.argv[1:] = order.path, order.argv[1:]
     order.settings.apply()
     with order.settings.inference_mode():

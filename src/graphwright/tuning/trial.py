@@ -31,7 +31,7 @@ from ..evaluation.measurement import (
     weighted,
 )
 from ..evaluation.reference import Case, Sample, exact_outcome
-from ..evaluation.verification import Verdict, compare, verify
+from ..evaluation.verification import Verification, compare, verify
 from ..report.result import EAGER, Row, Status
 from ..report.table import memory
 from ..strategies.base import Built, Candidate, without_grad
@@ -177,7 +177,7 @@ class CandidateEvaluator:
                     row.verify_s += time.perf_counter() - began
                     part.error = verdict.error
                     if not verdict.ok:
-                        raise _Refused(Status.WRONG, verdict.reason)
+                        raise _NotToBeChosen(Status.WRONG, verdict.reason)
         except _IsOut:
             trial.builts.clear()
             if row.status is Status.FAILED:
@@ -210,12 +210,12 @@ class CandidateEvaluator:
         built.ranged = True
         return built, seconds
 
-    def verified(self, candidate: Candidate, built: Built, sample: Sample) -> Verdict:
+    def verified(self, candidate: Candidate, built: Built, sample: Sample) -> Verification:
         """Whether what was built for a sample is right."""
         written = sorted(sample.reference.written)
         if built.holds_weights and written:
             # Samples may write what was there before, and then no comparison shows it.
-            return Verdict(False, f"the model writes to its {written[0]}, and this to a copy")
+            return Verification(False, f"the model writes to its {written[0]}, and this to a copy")
         verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
         if not verdict.ok and candidate.name != EAGER and self.differs_without_grad(sample):
             why = "your model itself gives other results with gradients off, as it runs here"
@@ -286,7 +286,7 @@ class CandidateEvaluator:
                     grown = trial.meter.kept() - before
                     if grown > _LEAK and row.strategy != EAGER:
                         why = f"it leaks: {memory(grown)} stay allocated after the calls"
-                        raise _Refused(Status.MEMORY_EXCEEDED, why)
+                        raise _NotToBeChosen(Status.MEMORY_EXCEEDED, why)
         except _IsOut:
             trial.builts.clear()
         finally:
@@ -417,7 +417,7 @@ def judge(row: Row, mine: Measurement, eager: Measurement, objective: str) -> No
         row.reason = f"{low:.2f} to {high:.2f} times eager's time"
 
 
-class _Refused(Exception):
+class _NotToBeChosen(Exception):
     """A candidate ran and must not be chosen."""
 
     def __init__(self, status: Status, reason: str) -> None:
@@ -442,7 +442,7 @@ class _FailureInto:
         if not isinstance(error, Exception):
             return
         row = self._row
-        if isinstance(error, _Refused):
+        if isinstance(error, _NotToBeChosen):
             row.status, row.reason = error.status, str(error)
         else:
             row.status = status_of(error)

@@ -21,7 +21,7 @@ from ...evaluation.measurement import MemoryMeter
 from ...report.table import memory
 from ..trial import CandidateEvaluator
 from .process import children_of, resident_bytes
-from .settings import Settings
+from .settings import ProcessSettings
 
 # Bytes that may stay: compilers keep modules and caches, and cuBLAS a workspace for each stream.
 HOST_TOLERANCE = 512 << 20
@@ -44,8 +44,8 @@ class Baseline:
 
     - every bit of the model's weights and buffers, whether weights require gradients, and what
       eager makes of the samples, which also shows that the device can be used;
-    - settings: those of `Settings` (gradients, inference mode, every switch of `switches.TABLE`,
-      options of compilers), modes on PyTorch's stacks, hooks of all modules,
+    - settings: those of `ProcessSettings` (gradients, inference mode, every switch of
+      `switches.TABLE`, options of compilers), modes on PyTorch's stacks, hooks of all modules,
       fusers of TorchScript, the CUDA device and stream, the garbage collector, the working
       directory, and environment variables but for those of compilers;
     - the functions of torch, torch.Tensor, torch.nn.functional and nn.Module, and each layer's
@@ -65,7 +65,7 @@ class Baseline:
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
-        self._settings = Settings.current()
+        self._settings = ProcessSettings.current()
         self._state = _state(evaluator)
         self._options = _options()
         self._functions = _functions()
@@ -116,7 +116,7 @@ class Baseline:
 
     def _changed(self) -> Iterator[str]:
         """Settings, options and functions that are not as they were."""
-        names = _other(self._settings, Settings.current())
+        names = _other(self._settings, ProcessSettings.current())
         if names:
             yield f"settings were changed: {', '.join(names)}"
         state = _state(self._evaluator)
@@ -195,10 +195,11 @@ def _functions() -> dict[str, Any]:
     return found
 
 
-def _other(before: Settings, now: Settings) -> list[str]:
+def _other(before: ProcessSettings, now: ProcessSettings) -> list[str]:
     """Names of settings that differ; options of compilers are compared elsewhere.
 
-    What `Settings` has of them tells an option that was set to its default from one never set.
+    What `ProcessSettings` has of them tells an option that was set to its default from one that
+    was never set.
     """
     modes = [name for name in ("grad", "inference") if getattr(before, name) != getattr(now, name)]
     return modes + differences(before.switches, now.switches)

@@ -65,7 +65,7 @@ _MAX_RESTARTS = 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrialLimits:
     """What one candidate may take.
 
     Attributes:
@@ -80,7 +80,7 @@ class Limits:
     device_bytes: int | None = None
     shared: bool = True
 
-    def split(self, count: int) -> Limits:
+    def split(self, count: int) -> TrialLimits:
         """The limits of each of several candidates at once."""
         if not self.shared or count < 2:
             return self
@@ -88,7 +88,9 @@ class Limits:
         return replace(self, host_bytes=self.host_bytes // count, device_bytes=device)
 
     @classmethod
-    def of_machine(cls, timeout_s: float, device: torch.device, memory_limit: int | None) -> Limits:
+    def of_machine(
+        cls, timeout_s: float, device: torch.device, memory_limit: int | None
+    ) -> TrialLimits:
         """Most of the memory that is free here, or what the caller has set."""
         host = int(_MEMORY_SHARE * _free_host_bytes())
         shared = memory_limit is None
@@ -198,7 +200,7 @@ class WorkerPool:
                 self._importing.join()
         self._server.wait_until_ready()
 
-    def load(self, evaluator: CandidateEvaluator, limits: Limits) -> None:
+    def load(self, evaluator: CandidateEvaluator, limits: TrialLimits) -> None:
         """Write down what workers evaluate candidates with.
 
         Args:
@@ -372,7 +374,7 @@ class WorkerPool:
         self._server.wait_until_ready()
 
     def _start_or_refuse(
-        self, job: Job, deadline: float | None, limits: Limits
+        self, job: Job, deadline: float | None, limits: TrialLimits
     ) -> Worker | Row | str:
         """A worker; or a row if it is too late, or the reason why none can be started."""
         if deadline is not None and time.monotonic() >= deadline:
@@ -384,7 +386,7 @@ class WorkerPool:
         except IsolationError as error:
             return str(error)
 
-    def _start(self, job: Job, limits: Limits) -> Worker:
+    def _start(self, job: Job, limits: TrialLimits) -> Worker:
         """Give the first candidate of a job to a worker."""
         assert self._task is not None
         candidate = job.candidates[0]

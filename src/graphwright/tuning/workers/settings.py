@@ -19,7 +19,7 @@ THREADS = "torch.set_num_threads"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProcessSettings:
     """The settings of one process and thread.
 
     Attributes:
@@ -39,12 +39,12 @@ class Settings:
         """How many threads operators on the CPU use."""
         return int(self.switches[THREADS])
 
-    def with_threads(self, threads: int) -> Settings:
+    def with_threads(self, threads: int) -> ProcessSettings:
         """The same with another number of threads."""
         return dataclasses.replace(self, switches={**self.switches, THREADS: threads})
 
     @classmethod
-    def current(cls) -> Settings:
+    def current(cls) -> ProcessSettings:
         """The settings of this process and thread."""
         names = ("torch._dynamo.config", "torch._inductor.config")
         return cls(
