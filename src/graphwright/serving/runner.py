@@ -108,24 +108,21 @@ class _Counts:
 
 
 class _Answering:
-    """How many requests are being answered."""
+    """How many requests are being answered: each inside a block with it."""
 
     def __init__(self) -> None:
         self._count = 0
         self._none = asyncio.Event()
         self._none.set()
 
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """Count a request inside the block."""
+    def __enter__(self) -> None:
         self._count += 1
         self._none.clear()
-        try:
-            yield
-        finally:
-            self._count -= 1
-            if not self._count:
-                self._none.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
 
     async def ended(self) -> None:
         """Wait until there is none."""
@@ -258,7 +255,7 @@ class ModelRunner:
         """
         begin = request.received or time.monotonic()
         spent: dict[str, float] = {}
-        with self._answering.one():
+        with self._answering:
             try:
                 response = await self._answer_unless_given_up(request, spent)
             except BaseException as error:
