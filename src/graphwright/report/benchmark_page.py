@@ -327,6 +327,7 @@ def _short(way: str) -> str:
 
 
 def _overview(cases: Sequence[BenchmarkCase], kind: str) -> Html:
+    lines = [_best_ways(case, f"case{number}") for number, case in enumerate(cases)]
     plot = rows(
         "overview",
         f"Bars: times as fast as eager, graphwright's best and the best other way, of {kind}",
@@ -342,7 +343,6 @@ def _overview(cases: Sequence[BenchmarkCase], kind: str) -> Html:
     found += _memory_of_all(cases, kind)
     headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
                 "vs eager", "vs other"]  # fmt: skip
-    lines = [_best_ways(case, f"case{number}") for number, case in enumerate(cases)]
     return join([plots(found), _filled_table(headings, lines, texts=3)])
 
 
