@@ -357,7 +357,8 @@ class Tuning:
                 self._extend_curve(row)
                 progress.row(row)
                 if row.strategy == EAGER and not self.asked.named:
-                    self.report.host_s = self._host_seconds()
+                    if not (self.asked.budgeted and self._is_late):
+                        self.report.host_s = self._host_seconds()
                     self._give_compilers_time()
                     self._tell_the_least()
                 self._drop_the_beaten()
@@ -429,6 +430,11 @@ class Tuning:
         if self._budget_s is None:
             return None
         return self._started + (1 - FINALISTS_SHARE) * self._budget_s
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the budget is spent."""
+        return self._budget_s is not None and time.monotonic() > self._started + self._budget_s
 
     def _end_in_time_for_the_best(self) -> None:
         """End the search early enough to build here what is the best so far.
@@ -606,6 +612,10 @@ class Tuning:
         """The best candidate that is still right when it is verified again."""
         for row in self._ranked():
             candidate = self._by_name[row.strategy]
+            if row.strategy == EAGER and self._is_late:
+                # It was verified before, and is what all else is compared with.
+                self._conclude(row)
+                return row
             try:
                 why = self._problem(candidate, self._kept[row.strategy])
             except Exception as error:
