@@ -357,8 +357,7 @@ class Tuning:
                 self._extend_curve(row)
                 progress.row(row)
                 if row.strategy == EAGER and not self.asked.named:
-                    if not (self.asked.budgeted and self._is_late):
-                        self.report.host_s = self._host_seconds()
+                    self.report.host_s = self._host_seconds()
                     self._give_compilers_time()
                     self._tell_the_least()
                 self._drop_the_beaten()
@@ -413,7 +412,9 @@ class Tuning:
             self.report.curve.append(Step(seconds, row.strategy, speed[0]))
 
     def _host_seconds(self) -> float | None:
-        """What the host needs for a mean call."""
+        """What the host needs for a mean call; None if nobody asks, or nobody can tell."""
+        if self.asked.budgeted and self._is_late:
+            return None
         found = 0.0
         try:
             for weight, call in self.asked.calls:
