@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,8 @@ class Case:
 class Reference:
     """Eager's behaviour on several inputs and its own distance from float64.
 
-    `left_out` names the variations of the sample that eager itself does not survive.
+    `left_out` names the variations of the sample that eager itself does not survive; `call_s` is
+    about what one eager call takes, in seconds.
     """
 
     cases: list[Case]
@@ -91,6 +93,7 @@ class Reference:
     tf32: bool = False
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    call_s: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to a module of this process; a loaded reference gets another one.
@@ -334,7 +337,7 @@ def _reference(
     tolerance: float | None,
     seed: int,
 ) -> Reference:
-    first, second = _twice(model, call, state)
+    first, second, call_s = _twice(model, call, state)
     if not any(isinstance(v, torch.Tensor) for v in first.outputs.values()):
         raise SignatureError(
             "The model returns no tensor, so that there is nothing to compare.",
@@ -390,11 +393,11 @@ def _reference(
             "candidates may use it where eager happens not to."
         )
     aliases = aliases_of(model, call, state)
-    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out)
+    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out, call_s)
 
 
-def _twice(model: Model, call: Call, state: ModuleState) -> tuple[Outcome, Outcome]:
-    """Two eager runs of a call.
+def _twice(model: Model, call: Call, state: ModuleState) -> tuple[Outcome, Outcome, float]:
+    """Two eager runs of a call, and the seconds of the second one.
 
     Raises:
         ModelFailed: the model raises an error.
@@ -402,7 +405,9 @@ def _twice(model: Model, call: Call, state: ModuleState) -> tuple[Outcome, Outco
     try:
         with state.iterators.guarded():
             first = run(model, call, state)
-        return first, run(model, call, state)
+        began = time.perf_counter()
+        second = run(model, call, state)
+        return first, second, time.perf_counter() - began
     except GraphwrightError:
         raise
     except Exception as error:
