@@ -241,7 +241,20 @@ def _gain(report: Report, row: Row) -> str:
 def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
     """What tells the choice from the others, in words; empty where nothing does for sure."""
     best = _as_good_as_the_best(report, _ahead_of_eager(report, finalists))
-    equal = [row for row in best if row is not chosen] if chosen in best else []
+    if chosen in best:
+        equal = [row for row in best if row is not chosen]
+        text = _as_fast(chosen, equal) or _hidden_by_noise(report, chosen, finalists)
+        if text:
+            return text
+    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
+    is_best = min(eligible(report), key=report.cost) is chosen
+    if is_best and len(right) > 2 and report.ratios(chosen):
+        return f"the fastest of the {len(right)} that agree with float64"
+    return ""
+
+
+def _as_fast(chosen: Row, equal: list[Row]) -> str:
+    """What of others that are as good as the choice; empty if there are none."""
     simplest = all(chosen.complexity < row.complexity for row in equal)
     if len(equal) == 1:
         more = f", and {chosen.strategy} is simpler" if simplest else ""
@@ -250,13 +263,6 @@ def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
         count = _NUMBERS[len(equal)] if len(equal) < len(_NUMBERS) else f"{len(equal)}"
         more = "it is the simplest" if simplest else "none is simpler"
         return f"{count} others are as fast within the noise, and {more}"
-    hidden = _hidden_by_noise(report, chosen, finalists) if chosen in best else ""
-    if hidden:
-        return hidden
-    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
-    is_best = min(eligible(report), key=report.cost) is chosen
-    if is_best and len(right) > 2 and report.ratios(chosen):
-        return f"the fastest of the {len(right)} that agree with float64"
     return ""
 
 
