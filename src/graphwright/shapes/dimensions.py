@@ -132,22 +132,9 @@ class Dimensions:
             if unknown:
                 raise _unknown(option, unknown, names)
         if option == "pad":
-            wrong = [each for each in pytree.tree_leaves(tree) if not _is_pad(each)]
-            if wrong:
-                raise OptionError(
-                    f"pad has {in_brief(wrong[0])}, not a number.",
-                    remedy="Write {'mask': 0}, a number for each tensor.",
-                )
+            _refuse_other_values(tree)
         else:
-            for name, spec in tree.items() if isinstance(tree, Mapping) else enumerate(tree or ()):
-                if isinstance(spec, str | Size | Dim):
-                    raise OptionError(
-                        f"{option}[{name!r}] is a dimension, and nothing says which one of the "
-                        "tensor's it is.",
-                        remedy=f"Write the axis too: {{0: {in_brief(spec)}}}."
-                        if isinstance(spec, str)
-                        else "Write the axis too: {0: Dim('batch')}.",
-                    )
+            _refuse_bare_dimensions(tree, option)
 
     def _refuse_misspelt(self, args: Args, kwargs: Kwargs) -> None:
         """Refuse names that a function with `**kwargs` could take, and that this call shows wrong.
@@ -301,6 +288,29 @@ def _refuse_other_trees(tree: Any, option: str) -> None:
             f"{option} is {in_brief(tree)}, not a dictionary by argument.",
             remedy=f"Write {example}, or a tuple that mirrors the positional arguments.",
         )
+
+
+def _refuse_other_values(pad: Any) -> None:
+    """Refuse pad values that are no numbers."""
+    wrong = [each for each in pytree.tree_leaves(pad) if not _is_pad(each)]
+    if wrong:
+        raise OptionError(
+            f"pad has {in_brief(wrong[0])}, not a number.",
+            remedy="Write {'mask': 0}, a number for each tensor.",
+        )
+
+
+def _refuse_bare_dimensions(tree: Any, option: str) -> None:
+    """Refuse dimensions in the place of tensors."""
+    for name, spec in tree.items() if isinstance(tree, Mapping) else enumerate(tree or ()):
+        if isinstance(spec, str | Size | Dim):
+            raise OptionError(
+                f"{option}[{name!r}] is a dimension, and nothing says which one of the "
+                "tensor's it is.",
+                remedy=f"Write the axis too: {{0: {in_brief(spec)}}}."
+                if isinstance(spec, str)
+                else "Write the axis too: {0: Dim('batch')}.",
+            )
 
 
 def _unknown(option: str, unknown: Sequence[Any], known: Sequence[str]) -> OptionError:
