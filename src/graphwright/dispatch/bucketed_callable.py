@@ -21,6 +21,7 @@ from ..calls.split import Args, Kwargs, flatten, require_grad, unflatten
 from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
+from ..graphs.memory import budget_of
 from ..graphs.taken_apart import (
     ApartCall,
     TakenApart,
@@ -175,7 +176,8 @@ class BucketedCallable(GraphedCallable):
         return (each for each in self._with_objects.values() if isinstance(each, _OfTensors))
 
     def _caches(self) -> list[GraphCache]:
-        return [self._entries, *(each._entries for each in self._of_each_kind())]
+        own = super()._caches()
+        return own + [cache for each in self._of_each_kind() for cache in each._caches()]
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
@@ -212,7 +214,7 @@ class BucketedCallable(GraphedCallable):
             return self._answer_from_family(call, family, sizes)
         # A family has proofs and graphs of its own, as for a plain value that is new in each call.
         is_new, comes_back = super()._sight(call)
-        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+        with budget_of(self.pool).capture(self._answered, comes_back=comes_back) as capture:
             if capture.allowed:
                 return self._answer_from_family(call, family, sizes)
         state.families = known

@@ -106,7 +106,7 @@ class CapturedPair(Graph):
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
         self._sets: list[Activations] = []
-        self._limit = SetLimit(sets)
+        self._limit = SetLimit(sets, pool)
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
         self._device = device_of(args, kwargs, owner, pool)
@@ -123,7 +123,7 @@ class CapturedPair(Graph):
         super().__init__(pool, name_of(named, self._sample))
         self._owner = owner
         self._runs = warmup
-        self._parameters: list[torch.Tensor] = []
+        self._watched: list[torch.Tensor] = []
         self._trained: list[bool] = []
         self._warmed: Warmed | None = None
         self._watch: ModuleWatch | None = None
@@ -153,11 +153,11 @@ class CapturedPair(Graph):
             self._watch.join(self._parts)
         self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
         known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
-        self._parameters = list(known.values())
-        self._trained = [p.requires_grad for p in self._parameters]
+        self._watched = list(known.values())
+        self._trained = [p.requires_grad for p in self._watched]
         assert self._warmed is not None
         announced = self._warmed.announced
-        tensors = (*self._parameters, *self._owner.buffers())
+        tensors = (*self._watched, *self._owner.buffers())
         self._written = [t for t in tensors if t.untyped_storage()._cdata in announced]
 
     @property
@@ -167,9 +167,9 @@ class CapturedPair(Graph):
 
     def also_watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fit calls only while `requires_grad` of these tensors is what it is now."""
-        known = {id(parameter) for parameter in self._parameters}
+        known = {id(parameter) for parameter in self._watched}
         new = [tensor for tensor in tensors if id(tensor) not in known]
-        self._parameters += new
+        self._watched += new
         self._trained += [tensor.requires_grad for tensor in new]
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
@@ -181,7 +181,7 @@ class CapturedPair(Graph):
         assert watch is not None
         return (
             self.signature.fits(args, kwargs)
-            and [p.requires_grad for p in self._parameters] == self._trained
+            and [p.requires_grad for p in self._watched] == self._trained
             and watch.changed() is None
         )
 
@@ -295,7 +295,7 @@ class CapturedPair(Graph):
 
     def why_no_more_sets(self) -> Refusal | None:
         """Why no set may be added now; None if one may."""
-        return self._limit.why_not(len(self._sets), self.pool._version)
+        return self._limit.why_not(len(self._sets))
 
     def reserve_garbage(self) -> Lease | None:
         """A set that waits only since a cycle holds outputs that were dropped.
@@ -329,7 +329,7 @@ class CapturedPair(Graph):
 
     def refuse_sets(self, error: GraphwrightError) -> Refusal:
         """Add no set from now on, since that has failed; try again if there may be more room."""
-        return self._limit.refuse(error, self.pool._version)
+        return self._limit.refuse(error)
 
     def _add_set(self, sample: Sequence[Any]) -> None:
         assert self._warmed is not None
