@@ -19,6 +19,7 @@ from ..calls.split import Args, Kwargs, MixedArguments, Pattern, in_order_of
 from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
+from ..graphs.static_tensors import Launch
 
 # What a shortcut returns for a call that it cannot answer.
 MISS = object()
@@ -27,7 +28,6 @@ MISS = object()
 _MAKES = 4
 
 Shortcut = Callable[[Args, Kwargs], Any]
-Launch = Callable[[Sequence[torch.Tensor]], Any]
 _NO_KWARGS: Kwargs = {}
 
 
@@ -163,10 +163,8 @@ def _fast(
                     result = launch(tensors)
             else:
                 result = launch(tensors)
-        except GraphClosed:
-            return MISS
-        except Exception:
-            if not as_before():
+        except Exception as error:
+            if isinstance(error, GraphClosed) or not as_before():
                 return MISS
             raise
         changed_last_time = not as_before()

@@ -25,6 +25,7 @@ from .payoff import Payoff
 if TYPE_CHECKING:
     from ..shapes.dynamic_signature import DynamicSignature
     from ..shapes.family import ShapeFamily
+    from ..shapes.padding import PaddingPlan
     from ..shapes.verdicts import Verdicts
 
 # States without a graph that are remembered, in case that they come back.
@@ -126,6 +127,23 @@ class CacheEntry:
     def ready(self) -> bool:
         """Whether its graph can be replayed."""
         return self.graph is not None and self.graph.state is GraphState.READY
+
+
+@dataclass(eq=False)
+class PaddedEntry:
+    """How calls of a signature are padded, and the graph that answers them.
+
+    Attributes:
+        signature: of the calls, before they are padded.
+        entry: of the bucket's graph.
+        plan: how to pad and slice.
+        shortcut: the fast path to the answer; None if there is none.
+    """
+
+    signature: CallSignature
+    entry: CacheEntry
+    plan: PaddingPlan
+    shortcut: Shortcut | None = None
 
 
 class GraphCache:

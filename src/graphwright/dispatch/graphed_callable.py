@@ -61,6 +61,7 @@ from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tenso
 from ..graphs.graph import Graph, GraphClosed
 from ..graphs.memory import MemoryPool, budget_of, pool_problem
 from ..graphs.python_state import StateChanges
+from ..graphs.static_tensors import Around
 from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import Busy
 from ..ops import compiled_checks
@@ -80,7 +81,7 @@ from .decision import (
 )
 from .fallback import Fallback, Words
 from .fast_path import MISS, Shortcut, shortcut
-from .graph_cache import MAX_BARE, CacheEntry, GraphCache, StateGraphs
+from .graph_cache import MAX_BARE, CacheEntry, GraphCache, PaddedEntry, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
 from .statistics import CallStatistics, Tally, both, explained, summary, to_html
@@ -269,21 +270,24 @@ class GraphedCallable(FunctionStandIn):
         """The fast path to an entry's graph; None if it has none."""
         if entry.shortcut is not None:
             return entry.shortcut
-        entry.shortcut = made = self._make_shortcut(entry)
+        entry.shortcut = made = self._make_shortcut(entry, entry.signature)
         return made
 
-    def _make_shortcut(self, entry: CacheEntry) -> Shortcut | None:
+    def _make_shortcut(
+        self, entry: CacheEntry, signature: CallSignature, around: Around | None = None
+    ) -> Shortcut | None:
+        """A function for calls of a signature, of what is around a launch of an entry's graph."""
         if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
         if self._audit_every is not None or self._is_timed(entry):
             return None
         state = entry.state
         return shortcut(
-            entry.signature,
-            entry.graph.launcher(),
+            signature,
+            entry.graph.launcher(around),
             state.watch.unchanged,
             training=state.training,
-            checks=self._entries.checks,
+            checks=self._entries.checks if around is None else "full",
         )
 
     def _answer(
@@ -483,6 +487,12 @@ class GraphedCallable(FunctionStandIn):
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
+        if isinstance(found, PaddedEntry):
+            result = MISS if found.shortcut is None else found.shortcut(args, kwargs)
+            if result is MISS:
+                return self._answer_padded(found, args, kwargs)
+            self._count_padded(found)
+            return result
         if found is None and kwargs:
             named = self._in_one_order(kwargs)
             if named is not kwargs:
@@ -491,6 +501,13 @@ class GraphedCallable(FunctionStandIn):
         if refused is not None and not refused.signature.fits(args, kwargs):
             refused = None
         return self._find(args, kwargs, refused)
+
+    def _answer_padded(self, padded: PaddedEntry, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call whose padding is known by its shapes, and that has no fast path."""
+        return self._find(args, kwargs)
+
+    def _count_padded(self, padded: PaddedEntry) -> None:
+        """Count a call that was padded."""
 
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         """Answer a call that no graph fits."""
