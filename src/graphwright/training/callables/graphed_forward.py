@@ -7,7 +7,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,7 +196,7 @@ class GraphedForward(FunctionStandIn):
                 if capture.allowed:
                     return self._capture(args, kwargs)
         except GraphwrightError as error:
-            return self._refuse(args, kwargs, Miss(UNCAPTURED, in_a_row(error)))
+            return Miss(UNCAPTURED, in_a_row(error), after_capture=True)
         unpaid = functools.partial(self._why_unpaid, args, kwargs)
         seconds = capture_budget.now() - began
         return self._waiting.postpone(None, seconds, unpaid, is_new=is_new, no_room=False)
@@ -204,6 +204,8 @@ class GraphedForward(FunctionStandIn):
     def _missed(self, missed: Miss, args: Any, kwargs: Any) -> Any:
         """Run a call that no graph answers; if that works, count it, and tell of its kind once."""
         result = self._call_original(args, kwargs)
+        if missed.after_capture:
+            self._refuse(args, kwargs, missed)
         self._fallback.last = missed.reason or self._fallback.last
         self._fallback.count(missed.category)
         self._fallback.tell(missed.category, missed.reason)
@@ -399,14 +401,13 @@ class GraphedForward(FunctionStandIn):
             return found or "gradients are on or off, or needed for other parameters"
         return "nothing is captured"
 
-    def _refuse(self, args: Any, kwargs: Any, missed: Miss) -> Miss:
+    def _refuse(self, args: Any, kwargs: Any, missed: Miss) -> None:
         """Have calls like one that cannot be captured be eager from now on."""
         with contextlib.suppress(SignatureError):
             any_order = not sees_order(self.original)
             signature = CallSignature.of(args, kwargs, any_order=any_order)
-            grad = torch.is_grad_enabled()
-            self._refused = [*self._refused[-_MAX_PAIRS:], (signature, grad, missed)]
-        return missed
+            refused = signature, torch.is_grad_enabled(), replace(missed, after_capture=False)
+            self._refused = [*self._refused[-_MAX_PAIRS:], refused]
 
 
 def _itself(fn: Callable[..., Any]) -> Callable[..., Any]:
