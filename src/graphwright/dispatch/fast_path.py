@@ -138,6 +138,9 @@ def _fast(
     def as_before() -> bool:
         return lasting_switches() == expected and unchanged()
 
+    def answered_otherwise(error: Exception) -> bool:
+        return isinstance(error, GraphClosed) or not as_before()
+
     def fast(args: Args, kwargs: Kwargs) -> Any:
         nonlocal changed_last_time, compiled, made
         tensors = None if compiled is None else compiled(args, kwargs)
@@ -164,7 +167,7 @@ def _fast(
             else:
                 result = launch(tensors)
         except Exception as error:
-            if isinstance(error, GraphClosed) or not as_before():
+            if answered_otherwise(error):
                 return MISS
             raise
         changed_last_time = not as_before()
