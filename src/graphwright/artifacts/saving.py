@@ -23,9 +23,9 @@ from ..report.report import Report
 from ..shapes.dimensions import parameters_of
 from ..strategies.base import SavedTensors
 from . import container, evidence, object_calls, padding_plans
-from .fallback import Absent, model_sees_order
 from .substitute import substitutes, unsavable
 from .tuned_module import Origin, TunedModule, choice_of, of_tensors
+from .untuned_calls import Absent, model_sees_order
 
 # Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.fallback import Absent
 from ..artifacts.tuned_module import TunedModule, choice_of
-from ..calls.dependencies import Called
 from ..calls.options import count_problem, refuse
 from ..calls.signature import CallSignature
 from ..calls.snapshots import Call
@@ -28,7 +26,6 @@ from ..calls.watch import ModuleWatch
 from ..dispatch.graphed_module import GraphedModule, graph, graphs_of
 from ..errors import OptionError
 from ..evaluation.accuracy import difference
-from ..report.result import EAGER
 from ..shapes.buckets import Buckets
 from ..shapes.dimensions import BATCH, Bounds, Dimensions, named
 from ..shapes.dynamic_signature import DynamicSignature
@@ -561,35 +558,26 @@ def _callable_on(
 def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
     """Whether something is fast at some sizes only."""
     if isinstance(call, TunedModule):
-        origin = choice_of(call).origin
-        return call.report.chosen != EAGER and (origin is None or not origin.ranges)
+        return not choice_of(call).answers_all_sizes
     return graphs_of(call) is not None
 
 
 def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
     """What computes any size eagerly; None where a file was loaded without its model."""
     if isinstance(model, TunedModule):
-        inner = choice_of(model).module
-        return None if isinstance(inner, Absent) else _as_called(inner)
+        return choice_of(model).reference()
     graphs = graphs_of(model)
     return model if graphs is None else graphs.reference()
 
 
-def _as_called(module: nn.Module) -> Callable[..., Any]:
-    return module.function_of() if isinstance(module, Called) else module
-
-
 def _samples_of(model: Callable[..., Any]) -> list[Call]:
     """The calls that a model was tuned for; none where eager was chosen, which takes any."""
-    if not isinstance(model, TunedModule):
-        return []
-    origin = choice_of(model).origin
-    return [] if origin is None else [sample.call for sample in origin.samples]
+    return choice_of(model).samples if isinstance(model, TunedModule) else []
 
 
 def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bool]:
-    padded = choice_of(model).padded if isinstance(model, TunedModule) else None
-    return [0] * count if padded is None else padded.fills() or [0] * count
+    fills = choice_of(model).fills if isinstance(model, TunedModule) else ()
+    return fills or [0] * count
 
 
 def _names_of_leaves(model: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[str]:
@@ -602,9 +590,9 @@ def _dimensions_of(
 ) -> Dimensions:
     """The dimensions of a model's arguments, which are named as its parameters are."""
     found = Dimensions(_reference_of(model) or model, names, dynamic_shapes, pad)
-    module = choice_of(model).module if isinstance(model, TunedModule) else None
-    if isinstance(module, Absent):
-        found.name_arguments(module.argument_names)
+    own = choice_of(model).argument_names if isinstance(model, TunedModule) else None
+    if own is not None:
+        found.name_arguments(own)
     return found
 
 

@@ -84,7 +84,7 @@ class Dimensions:
         self.names = tuple(names)
         self.shapes = dynamic_shapes
         self.pad = pad
-        self._parameters = parameters_of(fn)
+        self._named = parameters_of(fn)
         # Names that a caller was warned of, with the option.
         self._warned: set[tuple[str, Any]] = set()
         self.bounds = dict.fromkeys(self.names, Bounds())
@@ -126,7 +126,7 @@ class Dimensions:
 
     def _refuse_unknown(self, tree: Any, option: str) -> None:
         """Refuse a tree that cannot mirror the arguments, as far as the parameters show it."""
-        names, extra = self._parameters
+        names, extra = self._named
         if isinstance(tree, Mapping) and not extra and names:
             unknown = [name for name in tree if name not in names]
             if unknown:
@@ -142,7 +142,7 @@ class Dimensions:
         A name that is no argument of the call may be one of another call; one that is much like an
         argument of this call, which nothing else names, is misspelt.
         """
-        names, _ = self._parameters
+        names, _ = self._named
         given = [*names[: len(args)], *kwargs]
         for tree, option in ((self.shapes, "dynamic_shapes"), (self.pad, "pad")):
             if not isinstance(tree, Mapping):
@@ -162,7 +162,7 @@ class Dimensions:
 
     def name_arguments(self, names: Sequence[str]) -> None:
         """Call the positional arguments by these names."""
-        self._parameters = list(names), True
+        self._named = list(names), True
 
     def arguments(self, args: Args, kwargs: Kwargs) -> list[str]:
         """Names of a call's leaves: the argument, and the keys inside of it."""
@@ -216,7 +216,7 @@ class Dimensions:
 
     def _paths(self, args: Args, kwargs: Kwargs) -> tuple[list[tuple[str, Any]], list[Any]]:
         """The path to each leaf, as its argument's index and name, then keys; and the leaves."""
-        names, _ = self._parameters
+        names, _ = self._named
         tree = (tuple(args), dict(kwargs))
         taken = apart(tree) if holds_objects(args, kwargs) else tree
         with_paths, _ = pytree.tree_flatten_with_path(taken)

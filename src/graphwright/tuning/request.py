@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
-from ..artifacts.fallback import OnMiss
 from ..artifacts.tuned_module import TunedModule
+from ..artifacts.untuned_calls import OnMiss
 from ..calls.leaves import SCALARS
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import (

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.fallback import OnMiss
 from ..artifacts.tuned_module import Apart, Origin, TunedModule, assemble, put_together
+from ..artifacts.untuned_calls import OnMiss
 from ..calls.dependencies import Dependencies
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.host_generators import generators_kept
