@@ -468,23 +468,8 @@ def keeps_pace(
         yield call(x), eager(x)
 
 
-# Each kind of place in two of the ways, and the other two for the next.
-IN_TWO_WAYS = pytest.mark.parametrize(
-    ("kind", "way"),
-    [
-        pytest.param(
-            kind,
-            way,
-            id=f"{kind.__name__}-{way}",
-            marks=[pytest.mark.exhaustive] * ((m + n + 1) % 2),
-        )
-        for m, kind in enumerate(KINDS)
-        for n, way in enumerate(WAYS)
-    ],
-)
-
-
-@IN_TWO_WAYS
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_tensor_that_is_replaced_where_no_name_leads_is_noticed(
     kind: Callable[[torch.Tensor], Place], way: str, device: torch.device
 ) -> None:
@@ -503,7 +488,8 @@ def nothing_is_unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reads, "_unseen", lambda read, watch, used: [])
 
 
-@IN_TWO_WAYS
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_it_shows_without_the_protection(
     kind: Callable[[torch.Tensor], Place],
     way: str,
