@@ -93,7 +93,7 @@ def test_planted_defects_are_named(make: Any, reason: str, device: torch.device)
 
 def test_one_wrong_element_in_many_is_wrong(device: torch.device) -> None:
     model = nn.ReLU().eval()
-    x = torch.rand(2**22, device=device) + 0.5
+    x = torch.rand(2**21, device=device) + 0.5
     verdict = judge(planted.one_element_zeroed, model, x)
     assert not verdict.ok
     assert verdict.error is not None

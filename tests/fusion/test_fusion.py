@@ -1942,6 +1942,7 @@ def test_weights_in_channels_last() -> None:
     assert found.stride() == expected.stride()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would make a benchmark of this")
 def test_the_benchmark_runs_and_writes_every_sample(tmp_path: Path) -> None:
