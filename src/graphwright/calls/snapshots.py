@@ -168,7 +168,7 @@ class _Memory:
     """What is kept of a module's tensors, shared by all snapshots of one piece of work."""
 
     def __init__(self, module: nn.Module, held: Dependencies, *, lazily: bool) -> None:
-        reached = [value for source in held.sources for value in source.held.values()]
+        reached = [value for place in held.places for value in place.held.values()]
         reached += [*module.modules(), *(getattr(m, "forward", None) for m in module.modules())]
         self._lazily = lazily and not any(map(_replays, reached))
         self._shown = self._lazily and any(map(_is_array, reached))

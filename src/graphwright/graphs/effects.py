@@ -27,7 +27,7 @@ from ..calls.objects import (
     one_level,
     same,
 )
-from ..calls.places import MISSING, Place
+from ..calls.places import MISSING, Written
 
 _LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict")
 
@@ -61,7 +61,7 @@ class Outcome:
         counted: counters that Python has added to already, and what they hold then.
     """
 
-    counted: Sequence[tuple[Place, Any]] = ()
+    counted: Sequence[tuple[Written, Any]] = ()
 
     def __init__(self, result: Any, values: Sequence[Any], changes: tuple[Change, ...]) -> None:
         self.result = result
@@ -141,7 +141,7 @@ class GivenObjects:
         return changes, values
 
     def outcome(
-        self, result: Any, places: Sequence[Place] = (), owned: Sequence[Any] = ()
+        self, result: Any, places: Sequence[Written] = (), owned: Sequence[Any] = ()
     ) -> tuple[Any, bool]:
         """What the call returned and did, taken apart, and whether it has to do with the caller's.
 
