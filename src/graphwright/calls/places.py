@@ -229,6 +229,10 @@ class ViewPlace(HolderPlace):
 
     __slots__ = ()
 
+    @staticmethod
+    def get(owner: Any, key: Any) -> Any:
+        return dict(owner.items()).get(key, MISSING)
+
     def read(self) -> dict[Any, Any]:
         return dict(self.owner.items())
 
@@ -243,6 +247,10 @@ class SequencePlace(Place):
 
     def read(self) -> dict[Any, Any]:
         return dict(enumerate(self.owner))
+
+    @staticmethod
+    def get(owner: Any, key: Any) -> Any:
+        return owner[key] if key < len(owner) else MISSING
 
     def put_back(self) -> None:
         owner, held = self.owner, list(self.held.values())
@@ -267,6 +275,10 @@ class SetPlace(Place):
 
     def read(self) -> dict[Any, Any]:
         return {value: value for value in tuple(self.owner)}
+
+    @staticmethod
+    def get(owner: Any, key: Any) -> Any:
+        return key if key in owner else MISSING
 
     def put_back(self) -> None:
         if self.owner != self.held.keys():
@@ -440,6 +452,10 @@ class ClosurePlace(Place):
         return dict(cells(self.owner))
 
     @staticmethod
+    def get(owner: Any, key: Any) -> Any:
+        return dict(cells(owner)).get(key, MISSING)
+
+    @staticmethod
     def put(owner: Any, key: Any, value: Any) -> None:
         cell = dict(_cells_of(owner))[key]
         if value is MISSING:
@@ -469,7 +485,7 @@ class GlobalsPlace(Place):
     def read(self) -> dict[Any, Any]:
         return {key: self.owner[key] for key in self.names if key in self.owner}
 
-    put = staticmethod(DictionaryPlace.put)
+    get, put = staticmethod(DictionaryPlace.get), staticmethod(DictionaryPlace.put)
 
     def is_put_back(self, key: Any, now: Any, before: Any) -> bool:
         return key in self.stored
