@@ -51,7 +51,8 @@ def found_in(files: Mapping[str, str]) -> Found:
     own = {name: _private_names(tree) for name, tree in trees.items()}
     for name, tree in trees.items():
         others = set().union(*(names for other, names in own.items() if other != name)) - own[name]
-        foreign = sum(_is_foreign(node, others) for node in ast.walk(tree))
+        libraries = _libraries(tree)
+        foreign = sum(_is_foreign(node, others, libraries) for node in ast.walk(tree))
         if foreign:
             found["private attributes"][name] = foreign
         for place, node in _definitions(tree):
@@ -139,11 +140,18 @@ def _is_given(node: ast.AST) -> TypeGuard[ast.Attribute]:
     )
 
 
-# Modules of other libraries, whose private names are theirs.
-_LIBRARIES = frozenset(("torch", "np", "sys", "os", "pytree", "dynamo", "inductor"))
+def _libraries(tree: ast.AST) -> set[str]:
+    """What a file imports of other libraries, whose private names are theirs."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+            whole = [getattr(node, "module", None) or name.name for name in node.names]
+            if all(name.partition(".")[0] != SOURCE.name for name in whole):
+                found |= {(n.asname or n.name).partition(".")[0] for n in node.names}
+    return found
 
 
-def _is_foreign(node: ast.AST, others: set[str]) -> bool:
+def _is_foreign(node: ast.AST, others: set[str], libraries: set[str]) -> bool:
     """Whether a node reads or writes a private attribute that only other files define."""
     if not isinstance(node, ast.Attribute) or node.attr not in others:
         return False
@@ -151,7 +159,7 @@ def _is_foreign(node: ast.AST, others: set[str]) -> bool:
     while isinstance(root, ast.Attribute):
         root = root.value
     name = root.id if isinstance(root, ast.Name) else ""
-    return name not in _LIBRARIES and not (name in ("self", "cls") and root is node.value)
+    return name not in libraries and not (name in ("self", "cls") and root is node.value)
 
 
 def listed() -> Found:

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from .binding import in_one_order
 from .leaves import SCALARS
 from .modules import in_training
+from .places import registered
 from .signature import CallSignature
 from .split import Args, Kwargs, argument_names, flatten
 from .switches import read
@@ -129,7 +130,7 @@ class _Words:
         # Each tensor's first name: tied weights differ from two weights of one shape.
         self._tensors: dict[int, str] = {}
         for child, path in self._paths.items():
-            for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            for name, tensor in registered(child).items():
                 if tensor is not None:
                     self._tensors.setdefault(id(tensor), f"{path}.{name}".lstrip("."))
 
@@ -150,14 +151,13 @@ class _Words:
         return f"{self._name(spec.type)} {self.value(spec.context)} ({children})"
 
     def module(self, module: nn.Module, depth: int = _DEPTH) -> dict[str, Any]:
-        tensors = (*module._parameters.items(), *module._buffers.items())
         found = {
             "class": self._class(type(module)),
             "training": in_training(module),
             "hooks": len(module._forward_hooks) + len(module._forward_pre_hooks),
             # A list, since their order is that of nn.Sequential's work.
             "modules": [f"{n}: {self.value(v, depth - 1)}" for n, v in module._modules.items()],
-            "tensors": {name: self.value(tensor) for name, tensor in tensors},
+            "tensors": {name: self.value(each) for name, each in registered(module).items()},
         }
         if isinstance(module, torch.jit.ScriptModule):
             with contextlib.suppress(RuntimeError, AttributeError):  # It may have no forward.

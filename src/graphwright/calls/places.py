@@ -36,7 +36,9 @@ from .introspection import StandIn, original_of
 from .leaves import SCALARS, describe
 from .objects import apart
 
-HOLDERS = ("_parameters", "_buffers", "_modules")
+# Where a module keeps its tensors, and all that is registered.
+OF_TENSORS = ("_parameters", "_buffers")
+HOLDERS = (*OF_TENSORS, "_modules")
 MISSING: Any = object()
 # Attributes that are not watched. Every module has the first ones, and no inference depends on
 # them. PyTorch, transformers and accelerate attach the others when they compile, trace, load or
@@ -563,6 +565,11 @@ class InheritedPlace(PartsPlace):
         for key in self.keys:
             if key in vars(self.owner) and _is_data(vars(self.owner)[key]):
                 type.__delattr__(self.owner, key)
+
+
+def registered(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Parameters and buffers of a module itself, by name; a ScriptModule has no dictionaries."""
+    return {name: tensor for kind in OF_TENSORS for name, tensor in getattr(module, kind).items()}
 
 
 def _cells_of(function: Any) -> Iterator[tuple[str, types.CellType]]:

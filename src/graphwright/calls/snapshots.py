@@ -24,7 +24,7 @@ from .introspection import StandIn, stood_for
 from .iterators import Iterators
 from .leaves import describe, without_memory
 from .objects import apart
-from .places import AttributesPlace, HolderPlace, Place
+from .places import OF_TENSORS, AttributesPlace, HolderPlace, Place
 from .split import Args, argument_names, flatten, leaf_names, unflatten
 
 Model = Callable[..., Any]
@@ -333,7 +333,7 @@ def _tensors_of_modules(
     places = {id(place.owner): place for place in found.places if type(place) in own}
     for path, child in module.named_modules():
         root, part = f"{path}." if path else "", stood_for(child)
-        for owner in (child._parameters, child._buffers, part):
+        for owner in (*(getattr(child, kind) for kind in OF_TENSORS), part):
             if (place := places.get(id(owner))) is not None:
                 remade = owner is part and bool(part._forward_pre_hooks)
                 for key, reached in _tensors_in(place, remade=remade):
