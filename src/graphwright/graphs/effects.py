@@ -4,6 +4,10 @@ A cache that grew, an attribute that was rebound, a list that got an element: a 
 on copies of the caller's objects, which are compared before and after. What has changed is part of
 what the call returns, as an `Outcome`; after each replay it is done to the caller's own objects,
 with tensors of that replay.
+
+What a call writes outside of its arguments are values of places, which the walk of `dependencies`
+finds. Arguments are other objects in each call: they are taken apart by `objects`, and told by
+their position.
 """
 
 from __future__ import annotations
