@@ -152,6 +152,14 @@ class Measurement:
         mine, theirs = self.rounds(objective), other.rounds(objective)
         return [a / b for a, b in zip(mine, theirs, strict=True)]
 
+    def and_then(self, later: Measurement) -> Measurement:
+        """The rounds of both, one set after the other."""
+        return Measurement(
+            self.latency + later.latency,
+            self.throughput + later.throughput,
+            max(self.interrupted, later.interrupted),
+        )
+
 
 def _undisturbed_median(seconds: Sequence[float], fastest: float) -> float:
     """The median of the calls that were not held up; of all if all were."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -80,7 +81,8 @@ class Case:
 class Reference:
     """Eager's behaviour on several inputs and its own distance from float64.
 
-    `left_out` names the variations of the sample that eager itself does not survive.
+    `left_out` names the variations of the sample that eager itself does not survive; `call_s` is
+    about what one eager call takes, in seconds.
     """
 
     cases: list[Case]
@@ -91,6 +93,7 @@ class Reference:
     tf32: bool = False
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    call_s: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to a module of this process; a loaded reference gets another one.
@@ -337,7 +340,9 @@ def _reference(
     try:
         with state.iterators.guarded():
             first = run(model, call, state)
+        began = time.perf_counter()
         second = run(model, call, state)
+        call_s = time.perf_counter() - began
     except GraphwrightError:
         raise
     except Exception as error:
@@ -409,7 +414,7 @@ def _reference(
             "candidates may use it where eager happens not to."
         )
     aliases = aliases_of(model, call, state)
-    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out)
+    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out, call_s)
 
 
 def refuse_changed_containers(reference: Reference) -> None:

@@ -17,7 +17,7 @@ from ..evaluation.measurement import (
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status
 from ..strategies.base import Built, Candidate
-from .selection import NO_TIME_LEFT, eligible, near_best
+from .selection import NO_TIME_LEFT, eligible, near_best, undecided
 from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
@@ -32,6 +32,8 @@ _SHARES_HERE = {
 }
 # Of finalists that are as fast as each other, the one that takes the least is built first.
 _AS_FAST = 1.03
+# Where noise leaves the choice open, finalists are timed again, so often in all.
+MOST_SETS = 3
 
 
 def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
@@ -152,13 +154,24 @@ class FinalRounds:
         on_failure(row)
 
     def _time(self) -> None:
-        """Run the common rounds; torch.compile's default is also timed without the checks."""
+        """Run the common rounds; torch.compile's default is also timed without the checks.
+
+        Where noise leaves the choice open, more rounds are run while there is time.
+        """
         tuned = {name: self.tuned(name, builts) for name, builts in self.kept.items()}
-        rows = {row.strategy: row for row in self.report.rows}
+        found: list[dict[str, Measurement]] = [{} for _ in self.evaluator.samples]
+        for _ in range(MOST_SETS):
+            self._add_rounds(tuned, found)
+            self._judge(found)
+            if not undecided(self.report) or not self._has_time_for_more():
+                break
+
+    def _add_rounds(
+        self, tuned: Mapping[str, TunedModule], found: Sequence[dict[str, Measurement]]
+    ) -> None:
+        """Time all in turns, and add the rounds to those found before, sample by sample."""
         samples, bound = self.evaluator.samples, self.evaluator.bound
         seconds = self._affordable_seconds_each() * len(tuned) / len(samples)
-        found: dict[str, list[tuple[float, Measurement]]] = {}
-        unsteady: dict[str, str] = {}
         for index, sample in enumerate(samples):
             calls = {
                 name: bound(self.evaluator.module if name == EAGER else call, sample.call)
@@ -174,22 +187,43 @@ class FinalRounds:
                 deadline=self._rounds_end(),
             )
             for name, measurement in measured.items():
-                found.setdefault(name, []).append((sample.weight, measurement))
-                why = unsteadiness(measurement, self.report.figure)
-                if why:
-                    unsteady.setdefault(name, why)
-                if len(samples) > 1 and name != _BARE:
-                    part = rows[name].by_shape[sample.name]
-                    part.final, part.unsteady = measurement, why
-        means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
+                before = found[index].get(name)
+                found[index][name] = measurement if before is None else before.and_then(measurement)
+
+    def _judge(self, found: Sequence[Mapping[str, Measurement]]) -> None:
+        """Give the rows the figures of all rounds so far, by sample."""
+        rows, figure = {row.strategy: row for row in self.report.rows}, self.report.figure
+        samples = self.evaluator.samples
+        means: dict[str, Measurement] = {}
+        unsteady: dict[str, str] = {}
+        for name in found[0]:
+            parts = [measured[name] for measured in found]
+            whys = [unsteadiness(part, figure) for part in parts]
+            unsteady[name] = next(filter(None, whys), "")
+            means[name] = parts[0]
+            if len(samples) > 1:
+                weights = [sample.weight for sample in samples]
+                means[name] = weighted(list(zip(weights, parts, strict=True)))
+            if len(samples) > 1 and name != _BARE:
+                for sample, part, why in zip(samples, parts, whys, strict=True):
+                    shape = rows[name].by_shape[sample.name]
+                    shape.final, shape.unsteady = part, why
         bare = means.pop(_BARE, None)
-        if bare is not None and _BARE not in unsteady:
-            rows[COMPILE_DEFAULT].bare = bare
+        if bare is not None:
+            rows[COMPILE_DEFAULT].bare = None if unsteady[_BARE] else bare
         for name, measurement in means.items():
-            rows[name].final, rows[name].unsteady = measurement, unsteady.get(name, "")
-        if EAGER not in unsteady:
+            rows[name].final, rows[name].unsteady = measurement, unsteady[name]
+        if not unsteady[EAGER]:
             for name, measurement in means.items():
                 judge(rows[name], measurement, means[EAGER], self.report.objective)
+
+    def _has_time_for_more(self) -> bool:
+        """Whether there is time for at least the least rounds once more."""
+        end = self._rounds_end()
+        if end is None:
+            return True
+        timed = [*filter(None, map(self.report.row, self.kept))]
+        return time.monotonic() + least_rounds_s(self.report, timed) < end
 
     def _affordable_seconds_each(self) -> float:
         """`seconds_each`, or less if the deadline is near."""

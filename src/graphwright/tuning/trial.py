@@ -31,7 +31,7 @@ from ..evaluation.measurement import (
     weighted,
 )
 from ..evaluation.reference import Case, Sample, exact_outcome
-from ..evaluation.verification import Verdict, compare, verify
+from ..evaluation.verification import Verdict, agrees, compare, verify
 from ..report.result import EAGER, Row, Status
 from ..report.table import memory
 from ..strategies.base import Built, Candidate, without_grad
@@ -227,7 +227,7 @@ class CandidateEvaluator:
         if sample.name not in self._differing:
             right = not torch.is_grad_enabled()
             with contextlib.suppress(Exception):  # Then it cannot even be called so.
-                right = right or verify(without_grad(self.model), sample.reference).ok
+                right = right or agrees(without_grad(self.model), sample.reference)
             self._differing[sample.name] = not right
         return self._differing[sample.name]
 

@@ -412,7 +412,9 @@ class Tuning:
             self.report.curve.append(Step(seconds, row.strategy, speed[0]))
 
     def _host_seconds(self) -> float | None:
-        """What the host needs for a mean call."""
+        """What the host needs for a mean call; None if nobody asks, or nobody can tell."""
+        if self.asked.budgeted and self._is_late:
+            return None
         found = 0.0
         try:
             for weight, call in self.asked.calls:
@@ -429,6 +431,11 @@ class Tuning:
         if self._budget_s is None:
             return None
         return self._started + (1 - FINALISTS_SHARE) * self._budget_s
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the budget is spent."""
+        return self._budget_s is not None and time.monotonic() > self._started + self._budget_s
 
     def _end_in_time_for_the_best(self) -> None:
         """End the search early enough to build here what is the best so far.
@@ -606,6 +613,10 @@ class Tuning:
         """The best candidate that is still right when it is verified again."""
         for row in self._ranked():
             candidate = self._by_name[row.strategy]
+            if row.strategy == EAGER and self._is_late:
+                # It was verified before, and is what all else is compared with.
+                self._conclude(row)
+                return row
             try:
                 why = self._problem(candidate, self._kept[row.strategy])
             except Exception as error:
