@@ -15,7 +15,7 @@ from torch import nn
 from graphwright.calls.snapshots import Call, ModuleState, clone_leaves, same_bits
 from graphwright.errors import ModelFailed, SignatureError, VerificationError
 from graphwright.evaluation.reference import Reference, reference
-from graphwright.evaluation.verification import Verdict, agrees, verify
+from graphwright.evaluation.verification import Verification, agrees, verify
 
 
 def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
@@ -23,7 +23,9 @@ def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
     return reference(model, model, Call("the sample", args, kwargs), tolerance=tolerance)
 
 
-def judge(make: Callable[[nn.Module], Callable[..., Any]], model: nn.Module, *args: Any) -> Verdict:
+def judge(
+    make: Callable[[nn.Module], Callable[..., Any]], model: nn.Module, *args: Any
+) -> Verification:
     return verify(make(model), made(model, *args))
 
 

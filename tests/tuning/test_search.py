@@ -498,7 +498,7 @@ def test_a_search_without_a_budget_has_a_minute_a_sample(device: torch.device) -
         args = () if samples else (torch.randn(2, 2, device=device),)
         model = nn.Linear(2, 2, device=device).eval()
         asked = Request.of(model, args, None, samples=samples, **given)
-        return asked.budget_s
+        return asked.limits.budget_s
 
     assert budget() == 60.0
     samples = [(torch.randn(n, 2, device=device),) for n in (1, 2, 3)]

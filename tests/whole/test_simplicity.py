@@ -21,6 +21,7 @@ BRANCHES = "def f(x):\n" + "".join(f"    if x == {n} or x: pass\n" for n in rang
 MANY = "class C:\n    def __init__(self):\n" + "".join(
     f"        self.a{n} = {n}\n" for n in range(21)
 )
+FUNCTION = "def _base(): ..."
 HIDDEN = "class C:\n    def __init__(self):\n        self._mine = 1\n"
 
 
@@ -35,6 +36,13 @@ HIDDEN = "class C:\n    def __init__(self):\n        self._mine = 1\n"
         ("private attributes", {"a.py": HIDDEN, "b.py": "import torch.x\ntorch.x._mine"}, {}),
         ("private attributes", {"a.py": HIDDEN, "b.py": "from torch import c\nc._mine"}, {}),
         ("private attributes", {"a.py": HIDDEN, "b.py": "from . import c\nc._mine"}, {"b.py": 1}),
+        # A tensor's `_base` is no function of another file's; that of a module is.
+        ("private attributes", {"a.py": FUNCTION, "b.py": "def f(t): return t._base"}, {}),
+        (
+            "private attributes",
+            {"a.py": FUNCTION, "b.py": "from . import a\ndef f(): return a._base()"},
+            {"b.py": 1},
+        ),
         ("branches", {"a.py": BRANCHES}, {"a.py:f": 17}),
         ("branches", {"a.py": BRANCHES.replace(" or x", "")}, {}),
         ("attributes", {"a.py": MANY}, {"a.py:C": 21}),

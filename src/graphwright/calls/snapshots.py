@@ -393,14 +393,14 @@ class ModuleState:
         self._joined: list[_Joined] | None = None
         # Each once, by its first name.
         first = {id(held.tensor): name for name, held in reversed(self._all.items())}
-        self._parameters = {
+        self._named = {
             name: held.tensor
             for name, held in self._all.items()
             if weights and name not in self._tensors and first[id(held.tensor)] == name
         }
         self._weights = {
             name: self._memory.keep(parameter, weight=True)
-            for name, parameter in self._parameters.items()
+            for name, parameter in self._named.items()
         }
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -505,7 +505,7 @@ class ModuleState:
         found = _changed(self._weights)
         with torch.no_grad():
             for name in found:
-                self._parameters[name].copy_(self._weights[name].value)
+                self._named[name].copy_(self._weights[name].value)
         return found[0] if found else None
 
     def changed(self) -> str | None:
@@ -521,7 +521,7 @@ class ModuleState:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors that are kept, by name."""
-        return [*self._parameters.items(), *self._tensors.items()]
+        return [*self._named.items(), *self._tensors.items()]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..artifacts.tuned_module import TunedModule
 from ..evaluation.measurement import (
@@ -170,17 +171,11 @@ class FinalRounds:
         self, tuned: Mapping[str, TunedModule], found: Sequence[dict[str, Measurement]]
     ) -> None:
         """Time all in turns, and add the rounds to those found before, sample by sample."""
-        samples, bound = self.evaluator.samples, self.evaluator.bound
+        samples = self.evaluator.samples
         seconds = self._affordable_seconds_each() * len(tuned) / len(samples)
-        for index, sample in enumerate(samples):
-            calls = {
-                name: bound(self.evaluator.module if name == EAGER else call, sample.call)
-                for name, call in tuned.items()
-            }
-            if COMPILE_DEFAULT in tuned:
-                calls[_BARE] = bound(self.kept[COMPILE_DEFAULT][index].call, sample.call)
+        for index in range(len(samples)):
             measured = interleave_until_steady(
-                calls,
+                self._calls(index, tuned),
                 self.evaluator.timer,
                 budget_s=seconds,
                 objective=self.report.figure,
@@ -189,6 +184,16 @@ class FinalRounds:
             for name, measurement in measured.items():
                 before = found[index].get(name)
                 found[index][name] = measurement if before is None else before.and_then(measurement)
+
+    def _calls(
+        self, index: int, tuned: Mapping[str, Callable[..., Any]]
+    ) -> dict[str, Callable[[], Any]]:
+        """What is timed in turns for a sample."""
+        call, bound = self.evaluator.samples[index].call, self.evaluator.bound
+        every: dict[str, Callable[..., Any]] = {**tuned, EAGER: self.evaluator.module}
+        if COMPILE_DEFAULT in tuned:
+            every[_BARE] = self.kept[COMPILE_DEFAULT][index].call
+        return {name: bound(each, call) for name, each in every.items()}
 
     def _judge(self, found: Sequence[Mapping[str, Measurement]]) -> None:
         """Give the rows the figures of all rounds so far, by sample."""
@@ -200,10 +205,7 @@ class FinalRounds:
             parts = [measured[name] for measured in found]
             whys = [unsteadiness(part, figure) for part in parts]
             unsteady[name] = next(filter(None, whys), "")
-            means[name] = parts[0]
-            if len(samples) > 1:
-                weights = [sample.weight for sample in samples]
-                means[name] = weighted(list(zip(weights, parts, strict=True)))
+            means[name] = self._mean(parts)
             if len(samples) > 1 and name != _BARE:
                 for sample, part, why in zip(samples, parts, whys, strict=True):
                     shape = rows[name].by_shape[sample.name]
@@ -216,6 +218,11 @@ class FinalRounds:
         if not unsteady[EAGER]:
             for name, measurement in means.items():
                 judge(rows[name], measurement, means[EAGER], self.report.objective)
+
+    def _mean(self, parts: Sequence[Measurement]) -> Measurement:
+        """The mean call of all samples, by their weights."""
+        weights = [sample.weight for sample in self.evaluator.samples]
+        return parts[0] if len(parts) == 1 else weighted(list(zip(weights, parts, strict=True)))
 
     def _has_time_for_more(self) -> bool:
         """Whether there is time for at least the least rounds once more."""

@@ -17,7 +17,7 @@ from ..strategies.base import Built, Candidate
 from ..strategies.registry import is_slow
 from .search import Search
 from .trial import CandidateEvaluator
-from .workers.pool import Limits, WorkerPool
+from .workers.pool import TrialLimits, WorkerPool
 from .workers.task import IsolationError
 
 # The share of a time budget that is kept for the finalists.
@@ -137,7 +137,7 @@ class Screening:
         progress: Progress,
     ) -> Iterator[Row]:
         terms = self.terms
-        limits = Limits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
+        limits = TrialLimits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
         handed_out: list[Candidate] = []
 
         def choose(count: int) -> list[Candidate]:

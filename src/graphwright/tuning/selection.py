@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from ..evaluation.measurement import median_interval
 from ..report.report import Report
@@ -240,7 +241,20 @@ def _gain(report: Report, row: Row) -> str:
 def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
     """What tells the choice from the others, in words; empty where nothing does for sure."""
     best = _as_good_as_the_best(report, _ahead_of_eager(report, finalists))
-    equal = [row for row in best if row is not chosen] if chosen in best else []
+    if chosen in best:
+        equal = [row for row in best if row is not chosen]
+        text = _as_fast(chosen, equal) or _hidden_by_noise(report, chosen, finalists)
+        if text:
+            return text
+    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
+    is_best = min(eligible(report), key=report.cost) is chosen
+    if is_best and len(right) > 2 and report.ratios(chosen):
+        return f"the fastest of the {len(right)} that agree with float64"
+    return ""
+
+
+def _as_fast(chosen: Row, equal: list[Row]) -> str:
+    """What of others that are as good as the choice; empty if there are none."""
     simplest = all(chosen.complexity < row.complexity for row in equal)
     if len(equal) == 1:
         more = f", and {chosen.strategy} is simpler" if simplest else ""
@@ -249,13 +263,6 @@ def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
         count = _NUMBERS[len(equal)] if len(equal) < len(_NUMBERS) else f"{len(equal)}"
         more = "it is the simplest" if simplest else "none is simpler"
         return f"{count} others are as fast within the noise, and {more}"
-    hidden = _hidden_by_noise(report, chosen, finalists) if chosen in best else ""
-    if hidden:
-        return hidden
-    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
-    is_best = min(eligible(report), key=report.cost) is chosen
-    if is_best and len(right) > 2 and report.ratios(chosen):
-        return f"the fastest of the {len(right)} that agree with float64"
     return ""
 
 
@@ -277,25 +284,37 @@ def _left_out(report: Report, chosen: Row) -> str:
     """What seemed faster when screened, and why it was not chosen for that."""
     if report.objective not in OF_TIME or chosen.final is None or chosen.screening is None:
         return ""
-    fastest = chosen.screening.fastest(report.figure)
     apart = [row for row in eligible(report) if row.final is None and row.screening is not None]
+    return _not_built(report, chosen, apart) or _screened_better(report, chosen, apart)
+
+
+def _not_built(report: Report, chosen: Row, apart: Sequence[Row]) -> str:
+    """What no time was left to build; empty if that hardly matters."""
     late = {
         row.strategy: row.screening.fastest(report.figure)
         for row in apart
         if NO_TIME_LEFT in row.notes and row.screening is not None
     }
     best = min(late, key=late.__getitem__, default="")
-    if best and late[best] <= fastest / FINALIST_FACTOR:
-        return (
-            f" When screened, {best} seemed {ratio(fastest / late[best])} as fast as "
-            f"{chosen.strategy}, but the budget left no time to build it here: give a larger one."
-        )
+    if not best or chosen.screening is None:
+        return ""
+    fastest = chosen.screening.fastest(report.figure)
+    if late[best] > fastest / FINALIST_FACTOR:
+        return ""
+    return (
+        f" When screened, {best} seemed {ratio(fastest / late[best])} as fast as "
+        f"{chosen.strategy}, but the budget left no time to build it here: give a larger one."
+    )
+
+
+def _screened_better(report: Report, chosen: Row, apart: Sequence[Row]) -> str:
+    """What gained more when screened than what was chosen does now; empty if nothing did."""
     gains = {row.strategy: 1 / report.cost(row) for row in apart if report.ratios(row)}
     best = max(gains, key=gains.__getitem__, default="")
     if not best or not report.ratios(chosen) or gains[best] <= 1 / report.cost(chosen):
         return ""
     # Else a table that has both figures would contradict the choice.
-    if chosen.baseline is not None:
+    if chosen.baseline is not None and chosen.screening is not None:
         own = chosen.screening.ratios(chosen.baseline, report.figure)
         if 1 / statistics.median(own) >= gains[best]:
             return (
