@@ -340,6 +340,22 @@ def test_other_strides_are_wrong(device: torch.device) -> None:
     assert "strides" in verdict.reason
 
 
+def test_tensors_in_lists_and_objects_that_calls_change_belong_to_the_result() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.totals = [torch.zeros(4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.totals[0].add_(1)
+
+    model, x = Lists().eval(), torch.randn(4)
+    assert judge(lambda m: m, model, x).ok
+    assert model.totals[0].tolist() == [0, 0, 0, 0]
+    verdict = judge(lambda m: lambda x: x + 1, model, x)
+    assert "totals[0] of Lists after the call: not changed" in verdict.reason
+
+
 class Reassigns(nn.Module):
     """Replaces a buffer in every call in place of writing to it."""
 

@@ -237,6 +237,24 @@ def test_a_batch_norm_in_training_mode_is_not_folded_and_goes_on_learning() -> N
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
 
 
+def test_what_a_list_holds_is_as_after_one_call_of_eager() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.totals = nn.Linear(4, 4), [torch.zeros(4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x) + self.totals[0].add_(1)
+            return result
+
+    model, x = Counts().eval(), torch.randn(2, 4)
+    fused = gw.fuse(model)
+    with torch.no_grad():
+        for count in (1, 2, 3):
+            same(fused(x), model.layer(x) + count)
+            assert model.totals[0].tolist() == [count] * 4
+
+
 def test_other_dtypes_are_not_folded() -> None:
     model = nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6))
     trained(model)

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from graphwright.calls import holders, sources, switches
+from graphwright.calls import holders, switches
+from graphwright.calls.places import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,7 +117,7 @@ def _kinds(cls: type) -> Iterator[type]:
 
 
 def test_whatever_makes_a_watched_place_has_mutations() -> None:
-    kinds = {each.__name__ for each in _kinds(sources.Source)}
+    kinds = {each.__name__ for each in _kinds(Place)}
     made = set()
     for place, function in functions(mutate.SOURCE / "calls" / "dependencies.py"):
         if not place.startswith("calls/dependencies.py:_Walker."):
