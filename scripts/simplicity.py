@@ -52,8 +52,10 @@ def found_in(files: Mapping[str, str]) -> Found:
     functions = {name: _private_functions(tree) for name, tree in trees.items()}
     for name, tree in trees.items():
         others, modules, imported = _others(own, name), _others(functions, name), _imported(tree)
+        libraries = _libraries(tree)
         foreign = sum(
-            _is_foreign(node, others) or _is_of_module(node, modules, imported)
+            _is_foreign(node, others, libraries)
+            or _is_of_module(node, modules, imported - libraries)
             for node in ast.walk(tree)
         )
         if foreign:
@@ -164,15 +166,22 @@ def _is_given(node: ast.AST) -> TypeGuard[ast.Attribute]:
     )
 
 
-# Modules of other libraries, whose private names are theirs.
-_LIBRARIES = frozenset(("torch", "np", "sys", "os", "pytree", "dynamo", "inductor"))
+def _libraries(tree: ast.AST) -> set[str]:
+    """What a file imports of other libraries, whose private names are theirs."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+            whole = [getattr(node, "module", None) or name.name for name in node.names]
+            if all(name.partition(".")[0] != SOURCE.name for name in whole):
+                found |= {(n.asname or n.name).partition(".")[0] for n in node.names}
+    return found
 
 
 # PyTorch's own names, which a class of ours that stands for a module has too.
 _OF_PYTORCH = frozenset(("_version",))
 
 
-def _is_foreign(node: ast.AST, others: set[str]) -> bool:
+def _is_foreign(node: ast.AST, others: set[str], libraries: set[str]) -> bool:
     """Whether a node reads or writes a private attribute that only other files define."""
     if not isinstance(node, ast.Attribute) or node.attr not in others - _OF_PYTORCH:
         return False
@@ -180,7 +189,7 @@ def _is_foreign(node: ast.AST, others: set[str]) -> bool:
     while isinstance(root, ast.Attribute):
         root = root.value
     name = root.id if isinstance(root, ast.Name) else ""
-    return name not in _LIBRARIES and not (name in ("self", "cls") and root is node.value)
+    return name not in libraries and not (name in ("self", "cls") and root is node.value)
 
 
 def _is_of_module(node: ast.AST, modules: set[str], imported: set[str]) -> bool:
@@ -189,7 +198,7 @@ def _is_of_module(node: ast.AST, modules: set[str], imported: set[str]) -> bool:
         isinstance(node, ast.Attribute)
         and node.attr in modules
         and isinstance(node.value, ast.Name)
-        and node.value.id in imported - _LIBRARIES
+        and node.value.id in imported
     )
 
 

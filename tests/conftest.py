@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import os
 import signal
@@ -45,10 +46,24 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Long ones first; last what takes gradients and more from a process
-    # (docs/reference/strategies.md).
-    items.sort(key=lambda item: ("xla" in item.nodeid, item.get_closest_marker("long") is None))
+    """Have each worker begin with its share of the long tests."""
+    # Last what takes gradients and more from a process (docs/reference/strategies.md).
+    items.sort(key=lambda item: "xla" in item.nodeid)
+    long: list[pytest.Item] = []
+    rest: list[pytest.Item] = []
+    for item in items:
+        first = item.get_closest_marker("long") and "xla" not in item.nodeid
+        (long if first else rest).append(item)
+    # The first worker gets the first tests, the next one as many that follow.
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ends = [len(rest) * n // workers for n in range(workers + 1)]
+    items[:] = [
+        item
+        for worker, (begin, end) in enumerate(itertools.pairwise(ends))
+        for item in (*long[worker::workers], *rest[begin:end])
+    ]
     if torch.cuda.is_available():
         return
     for item in items:
@@ -63,7 +78,11 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # The other keeps the call's stack for each kind of device that may be initialised later.
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

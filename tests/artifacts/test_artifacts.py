@@ -23,7 +23,6 @@ import torch
 from chosen import choosing
 from safetensors import safe_open
 from safetensors.torch import save_file
-from shares import share
 from torch import nn
 from torch.export import Dim
 
@@ -142,6 +141,7 @@ def saved_net(name: str, device: str, folder: str) -> None:
     gw.save(tuned_with(name, model, (x,), {"scale": 3.0}), Path(folder) / "net.gw")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: torch.device) -> None:
     candidates = parse_candidates(list(STRATEGIES), ())
@@ -1168,12 +1168,24 @@ def after_many(model: Any, like: nn.Module) -> None:
             torch.testing.assert_close(model(each), like(each))
 
 
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 HOWS = ["in place", "replaced", "a parameter", "an attribute"]
 
 
-@pytest.mark.parametrize("how", share([*HOWS, "another attribute", "another parameter"]))
+# Each strategy with a third of the ways, and each way with several of the strategies.
 @pytest.mark.parametrize(
-    "name", ["torchscript", "torchscript:freeze", "onnxruntime", "fused", "aot_autograd"]
+    ("name", "how"),
+    [
+        pytest.param(
+            name,
+            how,
+            marks=[] if (m + n) % 3 == 0 else [EXHAUSTIVE if (m + n) % 3 == 1 else SLOW],
+        )
+        for m, name in enumerate(
+            ["torchscript", "torchscript:freeze", "onnxruntime", "fused", "aot_autograd"]
+        )
+        for n, how in enumerate([*HOWS, "another attribute", "another parameter"])
+    ],
 )
 def test_what_a_sample_leaves_as_it_is_may_change_later(how: str, name: str) -> None:
     model = Counting(how).eval()

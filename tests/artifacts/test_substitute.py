@@ -307,6 +307,7 @@ torch.save((tuned(torch.load(sys.argv[2])), dict(tuned.calls), tuned.report.chos
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_frozen_inductor_is_saved_as_a_package_and_right_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from graphwright.calls import watch
 from graphwright.ops import compiled_checks
+
+MANY = 12
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of many cases, CI has all with the checks in Python, and every third with those in C++.
+
+    That these see the same at each kind of place is tested in test_kinds_of_places.py.
+    """
+    in_c = defaultdict(list)
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path.parent != Path(__file__).parent or params.get("checks") != "compiled":
+            continue
+        if isinstance(item, pytest.Function) and not item.get_closest_marker("gpu"):
+            in_c[item.path, item.originalname].append(item)
+    for cases in in_c.values():
+        for number, item in enumerate(cases):
+            if number % 3 and len(cases) >= MANY:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from graphwright.calls.differences import difference, same
 from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
 from graphwright.calls.iterators import _position, _steady, is_opaque_iterator
 from graphwright.calls.leaves import describe, without_memory
+from graphwright.calls.places import DictionaryPlace, Name
 from graphwright.calls.signature import CallSignature, inside_func, inside_transform
-from graphwright.calls.sources import DictionarySource, Name
 from graphwright.calls.split import require_grad
 from graphwright.calls.watch import ModuleWatch
 from graphwright.calls.weights import refuse_weights
@@ -505,9 +505,9 @@ def test_what_may_take_the_place_of_a_value(name: str) -> None:
 
 
 def test_what_cannot_be_compared_is_another_key() -> None:
-    source = DictionarySource(Name("", "it"), {ASKS: 1})
-    assert difference(source, {ASKS: 1})[0] is None
-    assert difference(source, {Asks(): 1})[0] is not None
+    place = DictionaryPlace(Name("", "it"), {ASKS: 1})
+    assert difference(place, {ASKS: 1})[0] is None
+    assert difference(place, {Asks(): 1})[0] is not None
 
 
 def test_a_tensor_that_moves_is_seen_where_it_is_held() -> None:
@@ -572,7 +572,7 @@ def test_each_thread_has_attributes_of_its_own() -> None:
 
 def test_keys_count_where_the_values_are_the_same() -> None:
     def changed(old: dict[Any, Any], new: dict[Any, Any]) -> bool:
-        return difference(DictionarySource(Name("", "it"), old), new)[0] is not None
+        return difference(DictionaryPlace(Name("", "it"), old), new)[0] is not None
 
     assert changed({"a": 1}, {"a": 2})
     assert changed({"a": 1}, {"b": 1})
@@ -585,11 +585,11 @@ def test_keys_count_where_the_values_are_the_same() -> None:
 
 def test_what_may_be_replaced_is_so_on_both_sides() -> None:
     old, new = X.clone(), X.clone()
-    source = DictionarySource(Name("", "it"), {"a": old})
-    assert difference(source, {"a": new}, lambda it: it is old)[0] is not None
-    assert difference(source, {"a": new}, lambda it: it is new)[0] is not None
-    assert difference(source, {"a": new}, lambda it: True) == (None, [])
-    lists = DictionarySource(Name("", "it"), {"a": [1]})
+    place = DictionaryPlace(Name("", "it"), {"a": old})
+    assert difference(place, {"a": new}, lambda it: it is old)[0] is not None
+    assert difference(place, {"a": new}, lambda it: it is new)[0] is not None
+    assert difference(place, {"a": new}, lambda it: True) == (None, [])
+    lists = DictionaryPlace(Name("", "it"), {"a": [1]})
     assert len(difference(lists, {"a": [1]}, lambda it: True)[1]) == 1
 
 

@@ -653,7 +653,7 @@ def test_what_the_code_does_not_name_does_not_count() -> None:
 
 def test_what_is_beyond_the_limits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Dependencies(Holds([Box(), [Box()]])).unread == []
-    monkeypatch.setattr(dependencies, "_MAX_SOURCES", 1)
+    monkeypatch.setattr(dependencies, "_MAX_PLACES", 1)
     assert any("beyond" in each for each in Dependencies(Holds([Box(), [Box()]])).unread)
     monkeypatch.undo()
     many = Dependencies(Holds([0] * 2000)).unread

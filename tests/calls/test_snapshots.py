@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphwright.calls.snapshots import ModuleState, checksum, checksums, same_bits
+from graphwright.calls.modules import FunctionModule
+from graphwright.calls.snapshots import Call, ModuleState, checksum, checksums, run, same_bits
 
 
 class Holder(nn.Module):
@@ -53,6 +55,115 @@ def test_what_changed_is_put_back(name: str, device: torch.device) -> None:
         assert not state.changes()
         for key, value in before.items():
             assert same_bits(getattr(module, key), value), key
+
+
+class Box:
+    """An object with a tensor."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+
+class Slotted:
+    """An object with a tensor in a slot."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+
+class Holds(nn.Module):
+    """Writes to a tensor that something holds."""
+
+    def __init__(self, tensor: torch.Tensor, kind: str) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.held = HOLDERS[kind](tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.inner.held
+        if isinstance(held, Box | Slotted):
+            return x + held.held.add_(1)
+        tensor: torch.Tensor = next(iter(held))
+        return x + tensor.add_(1)
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "list": lambda tensor: [tensor],
+    "tuple": lambda tensor: (tensor,),
+    "set": lambda tensor: {tensor},
+    "object": Box,
+    "slot": Slotted,
+}
+# How another tensor takes the place of the held one.
+REPLACED: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "list": lambda held, new: held.__setitem__(0, new),
+    "object": lambda held, new: setattr(held, "held", new),
+    "slot": lambda held, new: setattr(held, "held", new),
+}
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_tensors_that_no_module_has_are_put_back(
+    kind: str, lazily: bool, device: torch.device
+) -> None:
+    tensor, x = torch.zeros(3, device=device), torch.ones(3, device=device)
+    module = Holds(tensor, kind)
+    state = ModuleState(module, lazily=lazily)
+    with state.watching():
+        for _ in range(2):
+            outcome = run(module, Call("it", (x,), {}), state)
+            assert outcome.outputs["output"].tolist() == [2, 2, 2]
+            (name,) = outcome.written
+            assert "held" in name
+            assert outcome.buffers[f"buffer {name} after the call"].tolist() == [1, 1, 1]
+        state.restore()
+    assert tensor.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_what_takes_the_place_of_a_tensor_is_a_change(kind: str, device: torch.device) -> None:
+    tensor = torch.zeros(3, device=device)
+    module = Holds(tensor, kind)
+    state = ModuleState(module)
+    before = state.marks()
+    REPLACED[kind](module.inner.held, tensor + 1)
+    assert len(state.changes()) == 1
+    assert state.changed() is not None
+    assert state.marks() != before
+    state.restore()
+    assert not state.changes()
+    assert state.changed() is None
+    assert state.marks() == before
+
+
+def test_what_a_function_and_a_script_write_to_is_put_back(device: torch.device) -> None:
+    tensor, more = torch.zeros(3, device=device), torch.zeros(3, device=device)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + tensor.add_(1)
+
+    norm = torch.jit.script(nn.BatchNorm1d(3).to(device).train())
+    call = Call("it", (torch.ones(2, 3, device=device),), {})
+    for module in (FunctionModule(function), FunctionModule(lambda x: x + more.add_(1)), norm):
+        state = ModuleState(module)
+        first, second = (run(module, call, state) for _ in range(2))
+        assert first.written
+        assert first.buffers
+        assert first.buffers.keys() == second.buffers.keys()
+        assert all(same_bits(first.buffers[name], second.buffers[name]) for name in first.buffers)
+
+
+def test_a_weight_that_is_not_registered_is_found_and_put_back(device: torch.device) -> None:
+    weight = nn.Parameter(torch.zeros(3, device=device))
+    state = ModuleState(Holds(weight, "list"))
+    with torch.no_grad():
+        weight.add_(1)
+    assert state.corrupted() is not None
+    assert state.corrupted() is None
+    assert weight.tolist() == [0, 0, 0]
 
 
 def test_varied_buffers_are_what_is_put_back(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from graphwright.calls.split import Pattern, flatten, objects_of
 
 Pair = namedtuple("Pair", ["first", "second"])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-SEEDS = range(150)
+SEEDS = range(90)
 
 
 class Colour(enum.Enum):

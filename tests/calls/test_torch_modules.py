@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from torch import nn
 from torch_modules import MODULES, WITHOUT, Built, Change, changes, classes, differ, run
 
@@ -95,8 +97,13 @@ def check(way: str, name: str) -> Counter[str]:
     return Counter(what for _, what in found)
 
 
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("way", ["graph", "capture"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    share(
+        (pytest.param(*each) for each in itertools.product(["graph", "capture"], SOME)),
+        slow=len(SOME),
+    ),
+)
 @PYTHON
 def test_a_changed_attribute_of_some_modules_is_noticed(way: str, name: str) -> None:
     found = check(way, name)
@@ -104,9 +111,16 @@ def test_a_changed_attribute_of_some_modules_is_noticed(way: str, name: str) -> 
         assert found["right"] + found["raises"] == found.total()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SOME, *MORE])
-@pytest.mark.parametrize("way", ["fuse", "make_graphed_callables", "graph", "capture"])
+# CI has each module in every other way.
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        pytest.param(way, name, marks=pytest.mark.exhaustive if (m + n) % 2 else pytest.mark.slow)
+        for m, way in enumerate(["fuse", "make_graphed_callables", "graph", "capture"])
+        for n, name in enumerate([*SOME, *MORE])
+        if name in MORE or way not in ("graph", "capture")
+    ],
+)
 @PYTHON
 def test_a_changed_attribute_of_some_modules_is_noticed_in_all_ways(way: str, name: str) -> None:
     check(way, name)
@@ -156,6 +170,9 @@ class Kept(nn.Module):
         return self.inner(*args)
 
 
+DERIVED = ["nn.Upsample", "nn.GRU", "nn.TransformerEncoderLayer", "nn.MaxPool2d"]
+
+
 def _derived(model: nn.Module, *, with_forward: bool) -> nn.Module:
     """Make all parts of a model instances of subclasses."""
     for part in model.modules():
@@ -170,9 +187,14 @@ def _derived(model: nn.Module, *, with_forward: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("with_forward", [False, True], ids=["inherits", "with its own forward"])
 @pytest.mark.parametrize(
-    "name", ["nn.Upsample", "nn.GRU", "nn.TransformerEncoderLayer", "nn.MaxPool2d"]
+    ("name", "with_forward"),
+    share(
+        [
+            *(pytest.param(n, False, id=f"{n} inherits") for n in DERIVED),
+            *(pytest.param(n, True, id=f"{n} with its own forward") for n in reversed(DERIVED)),
+        ]
+    ),
 )
 @PYTHON
 def test_a_changed_attribute_of_a_subclass_is_noticed(name: str, with_forward: bool) -> None:

@@ -7,7 +7,7 @@ import functools
 import threading
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -287,15 +287,17 @@ PARTS: dict[str, Callable[[nn.Module, torch.Tensor], Callable[..., Any]]] = {
 }
 
 
-# What tune() makes is watched as the others are, and takes longer to make.
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(part, marks=pytest.mark.slow) if part in ("frozen", "without copies") else part
-        for part in PARTS
-    ],
-)
-@pytest.mark.parametrize("name", CHANGES)
+def each_change() -> Iterator[Any]:
+    """Each with each part; what tune() makes is watched as the others are, and takes longer."""
+    for number, name in enumerate(CHANGES):
+        tuned = ("frozen", "without copies")
+        for part in PARTS:
+            due = tuned[number % 2] == part
+            marks = [pytest.mark.slow if due else pytest.mark.exhaustive] * (part in tuned)
+            yield pytest.param(name, part, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "part"), [*each_change()])
 def test_a_change_is_noticed(
     name: str, part: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1234,7 +1234,7 @@ def fresh(name: str, device: torch.device) -> tuple[Callable[..., Any], tuple[An
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", share(CALLS))
+@pytest.mark.parametrize("name", share(CALLS, of=3))
 def test_what_check_says_of_a_capture_is_what_capture_does(name: str, device: torch.device) -> None:
     fn, args = fresh(name, device)
     found = gw.check(fn, args)

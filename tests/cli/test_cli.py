@@ -26,6 +26,8 @@ from graphwright.cli.targets import load_target, parse_input
 from graphwright.errors import GraphwrightError, TargetError
 from graphwright.report.terminal import printing
 from graphwright.strategies import base
+from graphwright.strategies.aot_inductor import AOT_INDUCTOR
+from graphwright.strategies.inductor import INDUCTOR
 from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME
 from graphwright.strategies.xla import XLA
 from graphwright.tuning.tuner import Tuning
@@ -443,6 +445,8 @@ def test_strategies_says_how_to_get_what_is_missing_on_any_screen(
         monkeypatch.setitem(sys.modules, package, None)
     again = (ONNXRUNTIME, XLA)
     known = {key: told for key, told in base._probed.items() if told[0] not in again}
+    # To try these takes half a minute of compiling.
+    known |= {(id(each), "cpu"): (each, base.AVAILABLE) for each in (INDUCTOR, AOT_INDUCTOR)}
     monkeypatch.setattr(base, "_probed", known)
     monkeypatch.setenv("TERM", "vt100")
     monkeypatch.setenv("COLUMNS", "60")
@@ -782,6 +786,7 @@ def test_nothing_is_saved_after_an_interruption(
     assert not file.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeding_ctrl_c")
 def test_ctrl_c_prints_what_is_known_and_exits_130(source: Path) -> None:
     """A real process and a real SIGINT, sent as soon as the second row is on the screen.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from shares import share
 
 import graphwright as gw
 from graphwright.cli.main import main
@@ -125,17 +126,19 @@ def answer(result: Result) -> gw.TunedModule:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "pair",
-        "training",
-        "keywords",
-        "both",
-        "single",
-        "single_and_more",
-        "function",
-        "anonymous",
-        pytest.param("scripted", marks=pytest.mark.filterwarnings("ignore:.*torch.jit")),
-    ],
+    share(
+        [
+            "pair",
+            "training",
+            "keywords",
+            "both",
+            "single",
+            "single_and_more",
+            "function",
+            "anonymous",
+            pytest.param("scripted", marks=pytest.mark.filterwarnings("ignore:.*torch.jit")),
+        ]
+    ),
 )
 def test_the_printed_lines_find_the_choice_in_the_cache(folder: Path, name: str) -> None:
     result = tuned(f"my_model.py:{name}", *QUICK)
@@ -161,14 +164,16 @@ def test_inputs_of_the_command_line_are_made_in_python(folder: Path, name: str, 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--budget", "20s"),
-        ("--budget", "2m", "--timeout", "90s"),
-        ("--objective", "throughput", "--tolerance", "1e-3"),
-        ("--allow", "bf16,tf32"),
-        ("--exclude", "torchscript", "--memory-limit", "1GiB"),
-        ("--exhaustive", "--fresh"),
-    ],
+    share(
+        [
+            ("--budget", "20s"),
+            ("--budget", "2m", "--timeout", "90s"),
+            ("--objective", "throughput", "--tolerance", "1e-3"),
+            ("--allow", "bf16,tf32"),
+            ("--exclude", "torchscript", "--memory-limit", "1GiB"),
+            ("--exhaustive", "--fresh"),
+        ]
+    ),
 )
 def test_the_printed_lines_have_the_options_of_the_run(
     folder: Path, options: tuple[str, ...]

@@ -36,6 +36,7 @@ def broken():
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
     reason="Ray is not installed: pip install 'graphwright[ray]'",

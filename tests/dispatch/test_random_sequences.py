@@ -21,7 +21,7 @@ from graphwright.graphs.capture_budget import SHARE
 
 FREE_CAPTURES = 3
 CALLS = 60
-QUICK, SLOW, ALL = range(3), range(3, 40), range(40, 200)
+QUICK, SLOW, ALL = range(2), range(2, 16), range(16, 200)
 BUCKETS = (3, 6)
 
 

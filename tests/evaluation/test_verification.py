@@ -93,7 +93,7 @@ def test_planted_defects_are_named(make: Any, reason: str, device: torch.device)
 
 def test_one_wrong_element_in_many_is_wrong(device: torch.device) -> None:
     model = nn.ReLU().eval()
-    x = torch.rand(2**22, device=device) + 0.5
+    x = torch.rand(2**21, device=device) + 0.5
     verdict = judge(planted.one_element_zeroed, model, x)
     assert not verdict.ok
     assert verdict.error is not None
@@ -338,6 +338,22 @@ def test_other_strides_are_wrong(device: torch.device) -> None:
         lambda m: lambda x: m(x).t().contiguous().t(), nn.ReLU().eval(), torch.randn(4, 6)
     )
     assert "strides" in verdict.reason
+
+
+def test_tensors_in_lists_and_objects_that_calls_change_belong_to_the_result() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.totals = [torch.zeros(4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.totals[0].add_(1)
+
+    model, x = Lists().eval(), torch.randn(4)
+    assert judge(lambda m: m, model, x).ok
+    assert model.totals[0].tolist() == [0, 0, 0, 0]
+    verdict = judge(lambda m: lambda x: x + 1, model, x)
+    assert "totals[0] of Lists after the call: not changed" in verdict.reason
 
 
 class Reassigns(nn.Module):

@@ -237,6 +237,24 @@ def test_a_batch_norm_in_training_mode_is_not_folded_and_goes_on_learning() -> N
     torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
 
 
+def test_what_a_list_holds_is_as_after_one_call_of_eager() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.totals = nn.Linear(4, 4), [torch.zeros(4)]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.layer(x) + self.totals[0].add_(1)
+            return result
+
+    model, x = Counts().eval(), torch.randn(2, 4)
+    fused = gw.fuse(model)
+    with torch.no_grad():
+        for count in (1, 2, 3):
+            same(fused(x), model.layer(x) + count)
+            assert model.totals[0].tolist() == [count] * 4
+
+
 def test_other_dtypes_are_not_folded() -> None:
     model = nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6))
     trained(model)
@@ -1942,6 +1960,7 @@ def test_weights_in_channels_last() -> None:
     assert found.stride() == expected.stride()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would make a benchmark of this")
 def test_the_benchmark_runs_and_writes_every_sample(tmp_path: Path) -> None:

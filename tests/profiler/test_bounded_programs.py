@@ -14,7 +14,7 @@ from graphwright.profiler.roofs import cores
 from graphwright.profiler.timing import least
 from graphwright.profiler.verdict import Cause
 
-RUNS = 3
+RUNS = 2
 # Verdicts of all programs that may name two causes.
 MAY_BE_BETWEEN = 3
 SHORT = ["small operations", "numbers in Python"]

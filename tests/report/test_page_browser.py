@@ -108,8 +108,13 @@ def texts(page: playwright.Page, column: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "scheme"),
-    [(PHONE, "light"), (PHONE, "dark"), (DESK, "dark")],
-    ids=["phone", "phone in the dark", "desk in the dark"],
+    share(
+        [
+            pytest.param(PHONE, "light", id="phone"),
+            pytest.param(PHONE, "dark", id="phone in the dark"),
+            pytest.param(DESK, "dark", id="desk in the dark"),
+        ]
+    ),
 )
 @pytest.mark.parametrize(
     "kind",

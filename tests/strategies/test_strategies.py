@@ -27,17 +27,15 @@ from graphwright.strategies.registry import (
     without,
 )
 
-SLOW_TO_COMPILE = {"inductor:max-autotune", "aot_inductor", "aot_inductor:freeze"}
+SLOW_TO_COMPILE = ["aot_inductor", "aot_inductor:freeze", "inductor:freeze", "bf16+inductor"]
 NAMES = [
-    pytest.param("aot_inductor", marks=pytest.mark.slow),
-    pytest.param("aot_inductor:freeze", marks=pytest.mark.slow),
-    *(c.name for c in COMPILERS if c.name not in SLOW_TO_COMPILE),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_TO_COMPILE),
+    *(c.name for c in COMPILERS if c.name not in [*SLOW_TO_COMPILE, "inductor:max-autotune"]),
     "channels_last",
     "channels_last+torchscript:optimize",
     "channels_last+inductor",
     "channels_last+graph",
     "bf16",
-    "bf16+inductor",
     "fp16",
     "tf32",
     "eager+graph",

@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 
 
-def share(cases: Iterable[Any], *, of: int = 2) -> list[Any]:
-    """Cases as parameters of a test: one in `of` is quick, the others are slow."""
-    slow, found = pytest.mark.slow, []
+def share(cases: Iterable[Any], *, of: int = 2, slow: int = 1) -> list[Any]:
+    """Cases as parameters of a test: one in `of` is quick, of the others one in `slow` is slow.
+
+    What is left is exhaustive.
+    """
+    found, others = [], 0
     for number, case in enumerate(cases):
         if number % of == 0:
             found.append(case)
-        elif isinstance(case, type(pytest.param())):
-            found.append(case._replace(marks=(*case.marks, slow)))
+            continue
+        mark = pytest.mark.exhaustive if others % slow else pytest.mark.slow
+        others += 1
+        if isinstance(case, type(pytest.param())):
+            found.append(case._replace(marks=(*case.marks, mark)))
         else:
-            found.append(pytest.param(case, marks=slow))
+            found.append(pytest.param(case, marks=mark))
     return found

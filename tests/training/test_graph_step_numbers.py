@@ -225,8 +225,14 @@ def test_all_numbers_of_an_optimizer_that_is_capturable(
     assert check_numbers(name, options, device, each=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), CASES_ON_GPU, ids=ids)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*case, marks=pytest.mark.exhaustive if n % 3 else pytest.mark.slow)
+        for n, case in enumerate(CASES_ON_GPU)
+    ],
+    ids=ids,
+)
 @pytest.mark.usefixtures("capturable")
 def test_each_number_of_an_optimizer_that_is_capturable(
     name: str, options: dict[str, Any], device: torch.device

@@ -145,6 +145,7 @@ def test_a_dropped_module_ends_its_search(scratch: Path) -> None:
     search.close()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_not_tried_and_says_why(scratch: Path) -> None:
     names = ["inductor", "torchscript", "eager+graph"]
     with begin(Chain().eval(), torch.randn(4, 32), strategies=names) as found:
@@ -286,13 +287,8 @@ def test_a_model_that_draws_or_counts_is_left_alone(scratch: Path) -> None:
     assert "draws random numbers" in "".join(report.notes)
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        *(pytest.param(e, marks=pytest.mark.slow) for e in ("", "os._exit(0)")),
-        "os.kill(os.getpid(), 9)",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["", "os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_the_process_may_end_in_the_middle_of_a_search(tmp_path: Path, end: str) -> None:
     text = f"""
         import os, sys, time, torch

@@ -375,9 +375,10 @@ assert {file.suffix for file in folder().iterdir()} == {".json", ".tmp"}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(SHARING, marks=pytest.mark.slow, id="shared"), pytest.param(KILLED, id="killed")],
+    [pytest.param(SHARING, id="shared"), pytest.param(KILLED, id="killed")],
 )
 def test_entry_is_whole_whoever_writes_it(script: str) -> None:
     command = [sys.executable, "-c", SETUP + script]

@@ -29,6 +29,8 @@ from graphwright.tuning.selection import near_best, ranked
 from graphwright.tuning.trial import judge
 from graphwright.tuning.tuner import Tuning
 
+# In processes of their own it takes seconds, to start them.
+EITHER_WAY = pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.slow)])
 HAS_ONNX = all(importlib.util.find_spec(n) for n in ("onnx", "onnxscript", "onnxruntime"))
 DEFECTS = {
     "previous": (planted.previous_output, Status.WRONG),
@@ -414,13 +416,12 @@ def test_time_is_kept_for_verifying_here_and_once_more_at_the_end() -> None:
         assert rounds._rounds_end() == deadline - 20.0
 
 
-def test_a_row_has_the_seconds_of_verifying() -> None:
+@EITHER_WAY
+def test_a_row_has_the_seconds_of_verifying(isolate: bool) -> None:
     model, x = small()
-    for isolate in (True, False):
-        report = gw.tune(
-            model, (x,), strategies=["eager:no_grad"], isolate=isolate, remember=False
-        ).report
-        assert all(0.0 < row.verify_s < report.seconds for row in report.rows)
+    options: dict[str, Any] = {"strategies": ["eager:no_grad"], "remember": False}
+    report = gw.tune(model, (x,), isolate=isolate, **options).report
+    assert all(0.0 < row.verify_s < report.seconds for row in report.rows)
 
 
 def test_the_search_does_not_end_for_what_eager_is_as_good_as() -> None:
@@ -889,20 +890,20 @@ def test_a_model_that_cannot_be_called_without_gradients_is_tuned_with_them() ->
     assert any("with gradients off" in note for note in tuned.report.notes)
 
 
-def test_a_row_says_where_the_model_itself_differs_with_gradients_off() -> None:
+@EITHER_WAY
+def test_a_row_says_where_the_model_itself_differs_with_gradients_off(isolate: bool) -> None:
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2 if torch.is_grad_enabled() else x * 3
 
     options: dict[str, Any] = {"strategies": ["eager:no_grad"], "remember": False}
-    for isolate in (True, False):
-        tuned = gw.tune(Asks().eval(), (torch.randn(4),), isolate=isolate, **options)
-        row = tuned.report.row("eager:no_grad")
-        assert row is not None
-        assert row.status is Status.WRONG
-        assert row.reason.startswith(
-            "your model itself gives other results with gradients off, as it runs here: the sample "
-        )
+    tuned = gw.tune(Asks().eval(), (torch.randn(4),), isolate=isolate, **options)
+    row = tuned.report.row("eager:no_grad")
+    assert row is not None
+    assert row.status is Status.WRONG
+    assert row.reason.startswith(
+        "your model itself gives other results with gradients off, as it runs here: the sample "
+    )
     with torch.no_grad():
         tuned = gw.tune(Asks().eval(), (torch.randn(4),), isolate=False, **options)
     row = tuned.report.row("eager:no_grad")

@@ -434,6 +434,7 @@ def test_candidates_that_differ_in_the_runner_are_built_once(tmp_path: Path) -> 
         assert row.setup_s is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_ours")
 def test_a_build_that_fails_is_a_row_of_each(tmp_path: Path) -> None:
     compiler = Builds("builds", str(tmp_path / "builds"), fails=True)
@@ -465,6 +466,7 @@ def test_where_the_first_is_not_right_the_second_has_a_build_of_its_own(
     assert not any("shares" in note for row in found.values() for note in row.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_ours")
 def test_what_kills_a_shared_build_leaves_the_first_row_as_it_is(tmp_path: Path) -> None:
     compiler = Builds("builds", str(tmp_path / "builds"))
@@ -534,6 +536,7 @@ def named(*names: str) -> list[Candidate]:
     return parse_candidates(names, ())
 
 
+@pytest.mark.slow
 def test_each_row_is_known_when_the_next_candidates_are_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -556,6 +559,7 @@ def test_each_row_is_known_when_the_next_candidates_are_chosen(
     assert asked == [(2, []), (2, ["a"]), (2, ["a", "b", "c"])]
 
 
+@pytest.mark.slow
 def test_when_the_end_comes_is_asked_after_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 2)
     candidates = [Candidate(Planted(name, directly)) for name in ("a", "b", "c")]
@@ -614,9 +618,10 @@ def rows_beside(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spare", "late_s", "order"),
-    [pytest.param(True, 12.0, "a b slow", marks=pytest.mark.slow), (False, 3.0, "slow a b")],
+    [(True, 12.0, "a b slow"), (False, 3.0, "slow a b")],
 )
 def test_where_cores_are_to_spare_others_are_timed_while_one_is_set_up(
     spare: bool, late_s: float, order: str, monkeypatch: pytest.MonkeyPatch

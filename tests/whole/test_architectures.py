@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from tiny_architectures import CALLS, CASES, Case, Make
 from torch.utils import _pytree as pytree
 
@@ -20,7 +21,7 @@ import graphwright as gw
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", share(CASES, of=3), ids=str)
 def test_an_architecture_replays_as_eager_computes_or_is_refused(case: Case) -> None:
     model = case.build()
     with torch.no_grad():
@@ -39,7 +40,7 @@ def test_an_architecture_replays_as_eager_computes_or_is_refused(case: Case) -> 
 UNDIVIDED = ("attribute", "Python's random", "computes something else", "made anew")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.refused], ids=str)
+@pytest.mark.parametrize("case", share(case for case in CASES if case.refused), ids=str)
 def test_what_one_graph_cannot_hold_is_divided_into_segments(case: Case) -> None:
     model = case.build()
     graphed = gw.graph(model)

@@ -295,6 +295,7 @@ def test_a_process_that_hangs_or_fails_keeps_what_it_wrote(
         assert found == kept | {"failed": f"{why}, at a peer"}
 
 
+@pytest.mark.slow
 def test_tune_runs_and_writes_what_the_tables_are_made_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,7 @@ def test_wrong_answers_are_found_and_those_of_others_told_apart(
     assert not run.passes(found, bound_s=10.0)
 
 
+@pytest.mark.slow
 def test_an_open_loop_counts_the_waiting_that_a_closed_one_leaves_out(tmp_path: Path) -> None:
     with trial(tmp_path, "slow") as slow:
         one = slow.load(clients=1)
@@ -81,6 +82,7 @@ def test_an_open_loop_counts_the_waiting_that_a_closed_one_leaves_out(tmp_path: 
     assert opened["behind_s"] < opened["max_s"] / 2
 
 
+@pytest.mark.slow
 def test_what_is_refused_and_what_is_never_answered_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_servers_that_do_not_start_are_rows(tmp_path: Path) -> None:
     assert not run.bad(row)
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_low_load_are_told(tmp_path: Path) -> None:
     with trial(tmp_path, "right", seconds=0.2) as right:
         right.load(clients=2)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -150,8 +151,14 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("before", [True, False], ids=["compiled_before", "compiled_after"])
+@pytest.mark.parametrize(
+    ("before", "way"),
+    share(
+        pytest.param(before, way, id=f"{way.__name__}-compiled_{'before' if before else 'after'}")
+        for before in (True, False)
+        for way in WAYS
+    ),
+)
 def test_compiled_module_is_compiled_afterwards(
     way: Callable[[Any, torch.Tensor], None], before: bool, device: torch.device
 ) -> None:

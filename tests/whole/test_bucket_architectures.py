@@ -62,23 +62,15 @@ TRIED = [case for case in CASES if not case.refused and case.model not in ALIKE]
 LINED = [case for case in TRIED if case.model in {*LENGTH_EXACT, *LENGTH_TOO}]
 
 
-# What everything goes through in a quick run: an encoder, decoders, a CNN, what mixes positions.
-QUICK = {
-    "BertModel",
-    "ConvNextModel",
-    "FNetModel",
-    "GPT2LMHeadModel",
-    "LlamaForCausalLM",
-    "ModernBertModel",
-    "ResNetModel",
-}
+# What everything goes through in a quick run: an encoder, a decoder, a CNN, what mixes positions.
+QUICK = {"BertModel", "FNetModel", "GPT2LMHeadModel", "ResNetModel"}
 
 
 def quickly(cases: Sequence[Case]) -> list[Any]:
     """Of all but the quick ones, every third is slow, and CI has no time for the others."""
     others = [case for case in cases if case.model not in QUICK]
     marks = {
-        case.model: pytest.mark.exhaustive if n % 6 else pytest.mark.slow
+        case.model: pytest.mark.exhaustive if n % 9 else pytest.mark.slow
         for n, case in enumerate(others)
     }
     return [pytest.param(each, marks=marks.get(each.model, ())) for each in cases]

@@ -11,6 +11,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,10 @@ ELSEWHERE = {
     "docs/moving-from/make-graphed-callables.md": {"gpu": 1},
     "docs/moving-from/reduce-overhead.md": {"slow": 2},
 }
-# Pages that import many libraries.
-LONG = {"docs/how-to/libraries.md"}
+# Models that are made smaller, but for exhaustive runs: compiling all of BERT-base takes a minute.
+SMALLER = {"README.md": ("BertConfig()", "BertConfig(num_hidden_layers=2)")}
+# Pages that import many libraries, or search for seconds.
+LONG = {f"docs/how-to/{name}.md" for name in ("artifacts", "background", "buckets", "libraries")}
 # Text that no block above it prints: output of commands, and tables of measured times.
 NOT_COMPARED = {"docs/how-to/several-shapes.md": 1, "docs/how-to/operators.md": 1}
 # What differs from run to run.
@@ -49,15 +52,22 @@ def cases() -> Iterator[object]:
         if any("cuda" in block.text for block in python(page)):
             marks.add("gpu")
         for mark in sorted(marks):
-            yield pytest.param(
-                page,
-                mark,
-                marks=[
-                    *([getattr(pytest.mark, mark)] if mark else []),
-                    *([pytest.mark.long] if name_of(page) in LONG else []),
-                ],
-                id=" ".join(filter(None, (name_of(page), mark))),
-            )
+            runs = {mark: mark}
+            if mark == "slow" and name_of(page) in SMALLER:
+                runs["exhaustive"] = "slow as it stands"
+            elif not mark and name_of(page) in LONG:
+                runs = {"slow": ""}
+            for run, name in runs.items():
+                yield pytest.param(
+                    page,
+                    mark,
+                    name_of(page) in SMALLER and run == "slow",
+                    marks=[
+                        *([getattr(pytest.mark, run)] if run else []),
+                        *([pytest.mark.long] if run == "slow" else []),
+                    ],
+                    id=" ".join(filter(None, (name_of(page), name))),
+                )
 
 
 @pytest.fixture
@@ -72,10 +82,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:.* runs eagerly:RuntimeWarning")  # as the pages say
-@pytest.mark.parametrize(("page", "mark"), [*cases()])
+@pytest.mark.parametrize(("page", "mark", "smaller"), [*cases()])
 def test_page(
     page: Path,
     mark: str,
+    smaller: bool,
     script: types.ModuleType,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -84,6 +95,10 @@ def test_page(
     script.__file__ = str(file.resolve())
     everything = blocks(page)
     chosen = [block for block in python(page) if block.mark in ("", mark) or mark == "gpu"]
+    if smaller:
+        large, small = SMALLER[name_of(page)]
+        assert any(large in block.text for block in chosen)
+        chosen = [replace(block, text=block.text.replace(large, small)) for block in chosen]
     file.write_text("\n".join(block.text for block in chosen), "utf-8")
     line = 0
     for block in chosen:
@@ -96,7 +111,7 @@ def test_page(
             raise
         line += block.text.count("\n") + 1
         printed = capsys.readouterr().out
-        below = everything[everything.index(block) + 1 :][:1]
+        below = [each for each in everything if each.line > block.line][:1]
         # What is shown is the CPU's.
         if below and is_output(below[0]) and mark != "gpu":
             assert in_general(printed) == in_general(below[0].text), f"{name_of(page)}:{block.line}"
@@ -141,6 +156,7 @@ def test_every_block_is_python() -> None:
             compile(block.text, f"{name_of(page)}:{block.line}", "exec")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="needs nvcc")
 def test_cuda_sources_compile(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pickle
@@ -259,9 +260,19 @@ def answerers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, 
     return found | {"load": (file, Several().eval())}
 
 
+PARTS = ["graph", "capture", "fuse", "tune", "load"]
+
+
+# Each switch with one part or two in a quick run, and with another in CI for most.
 @pytest.mark.filterwarnings("ignore:.*:RuntimeWarning", "ignore:.*:UserWarning")
-@pytest.mark.parametrize("part", ["graph", "capture", "fuse", "tune", "load"])
-@pytest.mark.parametrize("name", share(CARRIED))
+@pytest.mark.parametrize(
+    ("name", "part"),
+    share(
+        (pytest.param(*each) for each in itertools.product(CARRIED, PARTS)),
+        of=3,
+        slow=3,
+    ),
+)
 def test_a_call_under_another_value_is_eager_s_or_refused(
     name: str, part: str, answerers: dict[str, tuple[Any, nn.Module]]
 ) -> None:

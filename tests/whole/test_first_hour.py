@@ -67,6 +67,7 @@ def python_in(text: str) -> str:
     return "\n".join(line[4:] for line in lines if line.startswith("    "))
 
 
+@pytest.mark.long
 def test_ten_commands_from_a_model_to_a_served_answer(folder: Path) -> None:
     tune = after("Next", run("graphwright doctor", folder)).replace(":function", ":model")
     strategies = "--strategies eager,eager:no_grad,torchscript:freeze"

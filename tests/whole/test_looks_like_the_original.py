@@ -243,15 +243,18 @@ def unsupported(kind: str, wrapper: str) -> str | None:
 
 
 def cases(kinds: list[str], usual: str) -> list[Any]:
-    """Each kind under each wrapper; in CI's short run under those that others are made of."""
+    """Each kind under each wrapper.
+
+    CI's short run has those that others are made of, its long one every second of the others.
+    """
     short = ("graph", "fuse", "training")
-    return [
-        pytest.param(
-            kind, wrapper, marks=() if wrapper in short or kind == usual else pytest.mark.slow
-        )
-        for kind in kinds
-        for wrapper in WRAPPERS
-    ]
+    found = []
+    for m, kind in enumerate(kinds):
+        for n, wrapper in enumerate(WRAPPERS):
+            rest = pytest.mark.exhaustive if (m + n) % 2 else pytest.mark.slow
+            marks = () if wrapper in short or kind == usual else rest
+            found.append(pytest.param(kind, wrapper, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize(("kind", "wrapper"), cases([*MODULES], "Decorated"))

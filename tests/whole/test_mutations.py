@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 import tomllib
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from graphwright.calls import holders, sources, switches
+from graphwright.calls import holders, switches
+from graphwright.calls.places import Place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +32,12 @@ def _load() -> ModuleType:
 
 mutate: Any = _load()
 TABLE = tomllib.loads(mutate.TABLE.read_text())
-ALL = mutate.mutations()
+
+
+@functools.cache
+def rules() -> list[Any]:
+    """All mutations; to read the sources for them takes seconds."""
+    return list(mutate.mutations())
 
 
 def places(kind: str) -> set[str]:
@@ -58,15 +65,15 @@ def called(function: ast.AST) -> set[str]:
 
 
 def test_each_rule_has_a_test_or_a_reason() -> None:
-    assert [each.name for each in ALL if not each.test] == []
-    assert len({(each.kind, each.name) for each in ALL}) == len(ALL)
+    assert [each.name for each in rules() if not each.test] == []
+    assert len({(each.kind, each.name) for each in rules()}) == len(rules())
 
 
 def test_the_table_names_no_rule_that_is_gone() -> None:
     for kind in ("conditions", "steps", "fields", "rows"):
         for place, tests in TABLE[kind].items():
             assert tests.keys() <= set(mutate.rules_of(kind, place)), place
-    known = {(each.place, each.rule) for each in ALL}
+    known = {(each.place, each.rule) for each in rules()}
     for use, tests in TABLE["switches"].items():
         for name in tests.keys() - {mutate.OTHERS}:
             assert (f"switches: {use}", name) in known
@@ -74,7 +81,7 @@ def test_the_table_names_no_rule_that_is_gone() -> None:
 
 def test_each_named_test_exists() -> None:
     known: dict[str, set[str]] = {}
-    for each in ALL:
+    for each in rules():
         if each.test.startswith(mutate.SAME):
             assert len(each.test) > len(mutate.SAME) + 10, each.name
             continue
@@ -87,13 +94,15 @@ def test_each_named_test_exists() -> None:
 
 @pytest.mark.parametrize("kind", ["conditions", "steps", "fields", "rows", "switches"])
 def test_an_edit_takes_one_rule_away(kind: str) -> None:
-    mutation = next(each for each in ALL if each.kind == kind)
+    mutation = next(each for each in rules() if each.kind == kind)
     source = ast.parse((mutate.SOURCE / mutation.file).read_text())
     assert ast.dump(mutation.edited()) != ast.dump(source)
 
 
 def test_each_switch_has_a_mutation_for_each_of_its_uses() -> None:
-    found = {(each.place.partition(": ")[2], each.rule) for each in ALL if each.kind == "switches"}
+    found = {
+        (each.place.partition(": ")[2], each.rule) for each in rules() if each.kind == "switches"
+    }
     for row in switches.TABLE:
         assert (("calls", row.name) in found) is (row in switches._at_calls(cuda=True)), row.name
         assert (("processes", row.name) in found) is (row in switches.CARRIED)
@@ -108,7 +117,7 @@ def _kinds(cls: type) -> Iterator[type]:
 
 
 def test_whatever_makes_a_watched_place_has_mutations() -> None:
-    kinds = {each.__name__ for each in _kinds(sources.Source)}
+    kinds = {each.__name__ for each in _kinds(Place)}
     made = set()
     for place, function in functions(mutate.SOURCE / "calls" / "dependencies.py"):
         if not place.startswith("calls/dependencies.py:_Walker."):
@@ -122,7 +131,7 @@ def test_whatever_makes_a_watched_place_has_mutations() -> None:
 
 
 def test_each_way_to_hold_something_has_a_mutation() -> None:
-    rows = {each.rule for each in ALL if each.place == "calls/holders.py:_CHECKS"}
+    rows = {each.rule for each in rules() if each.place == "calls/holders.py:_CHECKS"}
     assert rows == {str(kind) for kind in holders._Kind}
 
 
@@ -167,7 +176,8 @@ def test_a_mutant_is_seen_and_one_that_nobody_sees_is_told(
     rows = [{"outcome": "survived"}, {"outcome": "survived"}, {"outcome": "red"}]
     monkeypatch.setattr(mutate, "_in_processes", lambda work, jobs: rows[: len(work)])
     name = "calls/leaves.py:matches | value.dtype is dtype"
-    monkeypatch.setattr(mutate, "mutations", lambda: [e for e in ALL if e.name == name])
+    found = [each for each in rules() if each.name == name]
+    monkeypatch.setattr(mutate, "mutations", lambda: found)
     assert mutate.main([name]) == 1
     rows[1] = {"outcome": "red"}
     assert mutate.main([name]) == 0
@@ -179,7 +189,7 @@ def test_a_mutant_is_seen_and_one_that_nobody_sees_is_told(
 def test_a_rule_that_is_deleted_turns_its_test_red(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))  # Its processes import it by its name.
     name = "calls/leaves.py:matches | value.dtype is dtype"
-    found = next(each for each in ALL if each.name == name)
+    found = next(each for each in rules() if each.name == name)
     other = found.test.partition("::")[0] + "::test_a_difference_that_nobody_wrote"
     for test, outcome in ((found.test, "red"), (other, "there is no such test")):
         assert mutate._in_processes([(test, found)], 1)[0]["outcome"] == outcome

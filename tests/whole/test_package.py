@@ -149,13 +149,20 @@ def test_every_public_thing_has_a_docstring() -> None:
 
 def test_importing_initialises_no_cuda_and_is_quick() -> None:
     """By the interpreter's own account, the best of five: other load cannot shorten it."""
-    code = "import sys, torch; a = {*sys.modules}; import graphwright; print({*sys.modules} - a)"
+    code = (
+        "import sys, torch; a = {*sys.modules}; import graphwright; print({*sys.modules} - a);"
+        "import graphwright.strategies, graphwright.ops.fused, graphwright.serving.ray;"
+        "print({*sys.modules})"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
+    package, rooms = result.stdout.splitlines()
     unwanted = ("rich", "click", "transformers", "torch._inductor", "triton", "ray", "matplotlib")
     for name in unwanted:
-        assert f"'{name}'" not in result.stdout
+        assert f"'{name}'" not in package
+    for name in ("triton", "jax", "torchax", "ray"):
+        assert f"'{name}'" not in rooms
 
 
 def tree() -> list[type[errors.GraphwrightError]]:

@@ -69,6 +69,7 @@ def test_wheel_and_sdist_hold_the_package_and_nothing_else(built: Path) -> None:
     assert not tops & {"bench", "shared", ".ci", ".venv"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_wheel_in_an_empty_environment_tunes_a_model(python: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)

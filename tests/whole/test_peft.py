@@ -328,22 +328,28 @@ MAIN_CHANGES = [
 ]
 
 
-def each_change(*firsts: Any, all_of: Sequence[Any] = (), main_of: Sequence[Any] = ()) -> list[Any]:
+def each_change(*firsts: Any, main_of: Sequence[Any], quick: int = 1, others: int = 1) -> list[Any]:
     """First parameters (kinds of adapters, strategies) with each of the changes.
 
-    Quick are all changes of `all_of` and the main ones of `main_of`; slow the others of `main_of`,
-    and the main ones of the rest.
+    Of `main_of`, one in `quick` of the main changes is quick and one in `others` of the rest slow.
+    Each other first parameter has a third of the main changes, slow, and the next has the next.
     """
 
-    def marks(first: Any, change: Change) -> Any:
-        main = change in MAIN_CHANGES
-        if first in all_of or (first in main_of and main):
+    def marks(turn: int, change: Change) -> Any:
+        main = MAIN_CHANGES.index(change) if change in MAIN_CHANGES else None
+        if firsts[turn] not in main_of:
+            due = main is not None and (main + turn) % 3 == 0
+        elif main is None:
+            due = CHANGES.index(change) % others == 0
+        elif main % quick == 0:
             return ()
-        return pytest.mark.slow if main or first in main_of else pytest.mark.exhaustive
+        else:
+            due = True
+        return pytest.mark.slow if due else pytest.mark.exhaustive
 
     return [
-        pytest.param(first, change, id=f"{first}-{change.__name__}", marks=marks(first, change))
-        for first in firsts
+        pytest.param(first, change, id=f"{first}-{change.__name__}", marks=marks(turn, change))
+        for turn, first in enumerate(firsts)
         for change in CHANGES
     ]
 
@@ -439,7 +445,7 @@ def noticed(change: Change, fn: Callable[..., Any]) -> None:
 # graph()
 
 
-@pytest.mark.parametrize(("kind", "change"), each_change(*KINDS, main_of=["LoRA"]))
+@pytest.mark.parametrize(("kind", "change"), each_change(*KINDS, main_of=["LoRA"], quick=2))
 def test_graphs_follow_adapters(kind: str, change: Change, device: torch.device) -> None:
     model, x = model_of(kind, device), tokens(device)
     part = gw.graph(model)
@@ -498,7 +504,7 @@ def test_graphs_follow_what_dora_keeps_between_calls(device: torch.device) -> No
 # fuse()
 
 
-@pytest.mark.parametrize(("kind", "change"), each_change(*KINDS, main_of=["LoRA"]))
+@pytest.mark.parametrize(("kind", "change"), each_change(*KINDS, main_of=["LoRA"], quick=3))
 def test_fused_modules_follow_adapters(kind: str, change: Change, device: torch.device) -> None:
     noticed(change, gw.fuse)
     model, x = model_of(kind, device), tokens(device)
@@ -520,23 +526,11 @@ STRATEGIES = ["eager+graph", "torchscript:freeze", "fused"]
 QUICK = "torchscript:freeze"  # It has the weights as constants.
 
 
+# How graphs and fused modules follow all of these changes is tested above.
 TUNED = [
-    pytest.param("LoRA", *each.values, id=f"LoRA-{each.id}", marks=each.marks)
-    for each in each_change(*STRATEGIES, main_of=[QUICK])
-]
-# How graphs and fused modules follow these adapters is tested above.
-TUNED += [
-    pytest.param(
-        "DoRA",
-        strategy,
-        change,
-        id=f"DoRA-{strategy}-{change.__name__}",
-        marks=pytest.mark.slow
-        if strategy == QUICK and change in MAIN_CHANGES
-        else pytest.mark.exhaustive,
-    )
-    for strategy in STRATEGIES
-    for change in CHANGES
+    pytest.param(kind, *each.values, id=f"{kind}-{each.id}", marks=each.marks)
+    for kind, main_of in (("LoRA", [QUICK]), ("DoRA", []))
+    for each in each_change(*STRATEGIES, main_of=main_of, quick=6, others=5)
 ]
 
 
@@ -551,7 +545,8 @@ def test_tuned_modules_follow_adapters(
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param(s, marks=() if s == QUICK else pytest.mark.slow) for s in STRATEGIES]
+    "strategy",
+    [pytest.param(s, marks=() if s == QUICK else pytest.mark.exhaustive) for s in STRATEGIES],
 )
 def test_a_winner_answers_again_when_its_adapter_is_back(
     strategy: str, device: torch.device
@@ -567,7 +562,7 @@ def test_a_winner_answers_again_when_its_adapter_is_back(
 # A model that gets its adapters later.
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["graph", "fuse", "tune"])
 def test_adapters_that_come_later_are_used(way: str, dora: bool, device: torch.device) -> None:
     base, x = llama().to(device).eval(), tokens(device)
@@ -625,7 +620,9 @@ def trains_alike(part: Part, mine: Training, theirs: Training, device: torch.dev
             assert difference(mine.learning[name].detach(), weight.detach(), name) is None
 
 
-@pytest.mark.parametrize(("kind", "change"), each_change("LoRA", "DoRA", main_of=["LoRA"]))
+@pytest.mark.parametrize(
+    ("kind", "change"), each_change("LoRA", "DoRA", main_of=["LoRA"], quick=3, others=2)
+)
 def test_steps_follow_adapters(kind: str, change: Change, device: torch.device) -> None:
     mine, theirs = Training(kind, device), Training(kind, device)
     x = tokens(device)

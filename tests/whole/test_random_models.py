@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils import _pytree as pytree
@@ -156,7 +157,7 @@ def shared(results: list[torch.Tensor], others: list[torch.Tensor]) -> list[tupl
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("seed", range(MODELS))
+@pytest.mark.parametrize("seed", share(range(MODELS), slow=2))
 def test_fused_models_are_eagers(seed: int, dtype: torch.dtype, passes: tuple[Pass, ...]) -> None:
     model, source = random_model(seed)
     form = random.Random(seed).choice([torch.contiguous_format, torch.channels_last])

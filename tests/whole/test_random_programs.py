@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shares import share
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
@@ -135,7 +136,7 @@ def flat(value: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("seed", range(PROGRAMS))
+@pytest.mark.parametrize("seed", share(range(PROGRAMS)))
 def test_a_random_program_does_what_it_does_in_eager(seed: int, device: torch.device) -> None:
     source = Writer(seed).program()
     (plain, its), (divided, mine) = made(source, device), made(source, device)

@@ -45,6 +45,7 @@ print(json.dumps([dict(tuned.calls), tuned.report.chosen, tuned._choice.loaded, 
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_what_tune_saves_of_a_reference_model_is_right_in_a_fresh_process(

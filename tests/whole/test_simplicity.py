@@ -33,6 +33,9 @@ HIDDEN = "class C:\n    def __init__(self):\n        self._mine = 1\n"
         ("private attributes", {"a.py": HIDDEN, "b.py": "def f(c): return c._mine"}, {"b.py": 1}),
         ("private attributes", {"a.py": HIDDEN + "def f(c): return c._mine"}, {}),
         ("private attributes", {"a.py": HIDDEN, "b.py": "def f(c): return c._other"}, {}),
+        ("private attributes", {"a.py": HIDDEN, "b.py": "import torch.x\ntorch.x._mine"}, {}),
+        ("private attributes", {"a.py": HIDDEN, "b.py": "from torch import c\nc._mine"}, {}),
+        ("private attributes", {"a.py": HIDDEN, "b.py": "from . import c\nc._mine"}, {"b.py": 1}),
         # A tensor's `_base` is no function of another file's; that of a module is.
         ("private attributes", {"a.py": FUNCTION, "b.py": "def f(t): return t._base"}, {}),
         (

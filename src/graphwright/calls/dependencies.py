@@ -3,7 +3,7 @@
 `Dependencies` walks from a module or function to everything that its call can reach: modules,
 tensors, plain values, and the lists, dictionaries, objects, closures and globals that hold them.
 `watch.ModuleWatch` notices that one of them has changed; `graphs.python_state` and `snapshots` put
-back what a run has changed. The places themselves are `sources`, by kind.
+back what a run has changed. The kinds of places are in `places`.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ from .host_generators import draws
 from .introspection import StandIn, original_of, stood_for
 from .iterators import is_opaque_iterator
 from .leaves import SCALARS, without_memory
-from .sources import (
+from .places import (
     HOLDERS,
     MISSING,
-    AttributesSource,
-    ClassPartsSource,
-    ClosureSource,
-    ContentSource,
-    DictionarySource,
-    FileSource,
-    GlobalsSource,
-    HolderSource,
-    InheritedSource,
-    LengthSource,
+    AttributesPlace,
+    ClassPartsPlace,
+    ClosurePlace,
+    ContentPlace,
+    DictionaryPlace,
+    FilePlace,
+    GlobalsPlace,
+    HolderPlace,
+    InheritedPlace,
+    LengthPlace,
     Name,
-    PartsSource,
-    SequenceSource,
-    SetSource,
-    SlotsSource,
-    Source,
-    ViewSource,
+    PartsPlace,
+    Place,
+    SequencePlace,
+    SetPlace,
+    SlotsPlace,
+    ViewPlace,
     without_marks,
 )
 
@@ -90,7 +90,7 @@ GLOBAL_HOOKS = (*GLOBAL_FORWARD_HOOKS, *(f"_global{kind}" for kind in BACKWARD_H
 _OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in HOLDERS)
 _MAX_DEPTH = 50
 # How many objects and containers are looked into, those near the root first.
-_MAX_SOURCES = 3_000
+_MAX_PLACES = 3_000
 # A container with more items is watched by its length alone.
 _MAX_ITEMS = 1_000
 # The content of arrays with more bytes is not watched.
@@ -151,8 +151,8 @@ class Dependencies:
     """What a call of a module or function depends on beside its arguments, as it is now.
 
     Attributes:
-        sources: the places that hold values, in the order in which they were found.
-        visits: for each object that was looked into, by identity, its place in the order of visits.
+        places: the places that hold values, in the order in which they were found.
+        visits: for each object that was looked into, by identity, its turn among the visits.
         tensors: the tensors, each once, with their names.
         empty: dictionaries of modules that hold nothing: hooks, parameters, buffers.
         typed: modules and objects whose class matters.
@@ -186,7 +186,7 @@ class Dependencies:
             given: classes of the call's arguments; then only these are looked into.
         """
         self.root = stood_for(root)
-        self.sources: list[Source] = []
+        self.places: list[Place] = []
         self.visits: dict[Any, int] = {}
         self.tensors: list[tuple[Name, torch.Tensor]] = []
         self.empty: list[Any] = []
@@ -219,10 +219,10 @@ class Dependencies:
         return True
 
     def put_back(self) -> None:
-        """Restore what every source held."""
-        for source in self.sources:
+        """Restore what every place held."""
+        for place in self.places:
             with contextlib.suppress(Exception):  # If one refuses, the others are still restored.
-                source.put_back()
+                place.put_back()
         for holder in self.empty:
             if holder and isinstance(holder, dict):
                 holder.clear()
@@ -244,12 +244,12 @@ class Dependencies:
             return False
         if len({id(new) for new, _ in exchanged.values()}) < len(exchanged):
             return False  # One list in several places, where there were several.
-        for source in self.sources:
-            for key, value in source.held.items():
+        for place in self.places:
+            for key, value in place.held.items():
                 if (found := exchanged.get(id(value))) is not None:
-                    source.held[key] = found[0]
-            if (found := exchanged.get(id(source.owner))) is not None:
-                source.owner = found[0]
+                    place.held[key] = found[0]
+            if (found := exchanged.get(id(place.owner))) is not None:
+                place.owner = found[0]
         for position, value in enumerate(self._alive):
             if (found := exchanged.get(id(value))) is not None:
                 self.visits[id(found[0])] = self.visits.pop(id(value))
@@ -262,13 +262,13 @@ class Dependencies:
             return False
         if id(old) in self._shared or id(old) not in self.visits or id(new) in self.visits:
             return False
-        source = next((source for source in self.sources if source.owner is old), None)
-        if type(source) is not SequenceSource or id(old) in found:
+        place = next((place for place in self.places if place.owner is old), None)
+        if type(place) is not SequencePlace or id(old) in found:
             return False
         found[id(old)] = new, old
         return all(
             a is b or self._match(a, b, found)
-            for a, b in zip(new, source.held.values(), strict=True)
+            for a, b in zip(new, place.held.values(), strict=True)
         )
 
 
@@ -343,7 +343,7 @@ class _Walker:
         self._seen: set[tuple[int, str]] = set()
         # Functions of PyTorch's that code names, by the names of their files.
         self._of_pytorch: dict[str, set[str]] = {}
-        self._of_parts = 0  # Sources of modules, which do not count towards the limit.
+        self._of_parts = 0  # Places of modules, which do not count towards the limit.
         # The object that a method belongs to.
         self._owner: Any = None
         root = found.root
@@ -378,11 +378,11 @@ class _Walker:
         self._end()
 
     def _end(self) -> None:
-        # In one source for each file: that costs next to nothing at a call.
+        # In one place for each file: that costs next to nothing at a call.
         for file, keys in sorted(self._of_pytorch.items()):
             if keys:
-                source = FileSource(Name("", file), sys.modules[file], sorted(keys))
-                self._found.sources.append(source)
+                place = FilePlace(Name("", file), sys.modules[file], sorted(keys))
+                self._found.places.append(place)
 
     def _walk(self) -> None:
         while self._parts or self._values:
@@ -426,22 +426,22 @@ class _Walker:
             self._values.append(_Met(Name("", _called_name(function)), function, 0))
             return
         self._found.typed.append(module)
-        before_it = len(self._found.sources)
+        before_it = len(self._found.places)
         after = f" of {type(module).__name__}{f' ({path})' if path else ''}"
         kinds = self._kinds_of_hooks(module)
         for kind in (*HOLDERS, *kinds):
             before = "" if kind in HOLDERS else "hook "
             self._held(Name(before, "", after), getattr(module, kind))
-        source = AttributesSource(
+        place = AttributesPlace(
             Name("attribute ", "", after),
             module,
             self._code.names if id(type(module)) in self._code.classes else None,
             self._rules.hidden_of(module),
             frozenset((*HOLDERS, *kinds)),
         )
-        self._add(source, 1, inside=True)
+        self._add(place, 1, inside=True)
         self._class(type(module), "forward")
-        self._of_parts += len(self._found.sources) - before_it
+        self._of_parts += len(self._found.places) - before_it
         for key, child in module._modules.items():
             if child is not None:
                 self._parts.append((f"{path}.{key}" if path else str(key), child))
@@ -459,21 +459,21 @@ class _Walker:
         if not holder:
             self._found.empty.append(holder)
             return
-        kind = HolderSource if isinstance(holder, dict) else ViewSource
-        source = kind(name, holder, self._rules.hidden_of(holder))
-        self._found.sources.append(source)
+        kind = HolderPlace if isinstance(holder, dict) else ViewPlace
+        place = kind(name, holder, self._rules.hidden_of(holder))
+        self._found.places.append(place)
         if name.before and not self._rules.hooks:
             return
-        for key, value in source.held.items():
+        for key, value in place.held.items():
             if value is not None and not isinstance(value, nn.Module):
-                self._values.append(_Met(source.key_name(key), value))
+                self._values.append(_Met(place.key_name(key), value))
 
-    def _add(self, source: Source, depth: int, *, inside: bool) -> None:
-        """Add a source, and look into what it holds."""
-        self._found.sources.append(source)
-        for key, value in source.held.items():
-            if type(value) not in BARE and source.looked_into(key):
-                self._values.append(_Met(source.key_name(key), value, depth + 1, inside))
+    def _add(self, place: Place, depth: int, *, inside: bool) -> None:
+        """Add a place, and look into what it holds."""
+        self._found.places.append(place)
+        for key, value in place.held.items():
+            if type(value) not in BARE and place.looked_into(key):
+                self._values.append(_Met(place.key_name(key), value, depth + 1, inside))
 
     # Values, by kind.
 
@@ -494,7 +494,7 @@ class _Walker:
             return
         if isinstance(value, torch.Tensor):
             self._tensor(met.beside(value))
-        elif met.depth > _MAX_DEPTH or len(self._found.sources) - self._of_parts > _MAX_SOURCES:
+        elif met.depth > _MAX_DEPTH or len(self._found.places) - self._of_parts > _MAX_PLACES:
             self._found.unread.append(f"{met.name} (beyond what is looked at)")
         else:
             look = next(look for kind, look in _LOOKS.items() if isinstance(value, kind))
@@ -524,7 +524,7 @@ class _Walker:
         self._values.append(met.beside(met.value.__reduce__()))  # It is made of these.
 
     def _partial(self, met: _Met) -> None:
-        parts = PartsSource(met.name, met.value, ("func", "args", "keywords"))
+        parts = PartsPlace(met.name, met.value, ("func", "args", "keywords"))
         self._add(parts, met.depth, inside=met.inside)
         self._container_attributes(met)
 
@@ -540,19 +540,19 @@ class _Walker:
         name, value = met.name, met.value
         if len(value) > _MAX_ITEMS and not self._rules.whole:
             self._found.unread.append(f"{name} ({len(value):,} items)")
-            self._found.sources.append(LengthSource(name, value))
+            self._found.places.append(LengthPlace(name, value))
             del self._found.visits[id(value)]  # Another container in its place is a change.
         else:
-            kind = SetSource if isinstance(value, set) else SequenceSource
+            kind = SetPlace if isinstance(value, set) else SequencePlace
             self._add(kind(name, value), met.depth, inside=met.inside)
         self._container_attributes(met)
 
     def _dictionary(self, met: _Met) -> None:
         name, value = met.name, met.value
-        source = DictionarySource(name, value, self._rules.hidden_of(value))
-        self._add(source, met.depth, inside=met.inside)
+        place = DictionaryPlace(name, value, self._rules.hidden_of(value))
+        self._add(place, met.depth, inside=met.inside)
         if isinstance(value, defaultdict):
-            factory = PartsSource(name, value, ("default_factory",))
+            factory = PartsPlace(name, value, ("default_factory",))
             self._add(factory, met.depth, inside=met.inside)
         self._container_attributes(met)
 
@@ -568,7 +568,7 @@ class _Walker:
                 len(value) * value.itemsize if kind is array.array else memoryview(value).nbytes
             )
             if nbytes <= _MAX_BYTES and not has_objects(value):
-                self._found.sources.append(ContentSource(name, value))
+                self._found.places.append(ContentPlace(name, value))
                 return
         except (TypeError, ValueError, BufferError):  # Its content cannot be read.
             pass
@@ -587,8 +587,8 @@ class _Walker:
         if without_marks(value):
             # Of a wrapper and of a user's class, their own methods name them.
             names = None if wraps or own else self._code.names
-            source = AttributesSource(name, value, names, self._rules.hidden_of(value))
-            self._add(source, 1, inside=met.inside)
+            place = AttributesPlace(name, value, names, self._rules.hidden_of(value))
+            self._add(place, 1, inside=met.inside)
         if type(value) in PLAIN or (without_memory(value) is None and not wraps):
             self._found.tensors.append((name, value))
         elif wraps:
@@ -605,9 +605,9 @@ class _Walker:
         if not is_library(kind):
             self._class(kind, None)
         if attributes_of(value) is not None:
-            self._add(AttributesSource(met.name, value), met.depth, inside=met.inside)
+            self._add(AttributesPlace(met.name, value), met.depth, inside=met.inside)
         if slots_of(kind):
-            self._add(SlotsSource(met.name, value), met.depth, inside=met.inside)
+            self._add(SlotsPlace(met.name, value), met.depth, inside=met.inside)
 
     def _object(self, met: _Met) -> None:
         name, value, kind = met.name, met.value, type(met.value)
@@ -615,7 +615,7 @@ class _Walker:
             self._buffer(met)
             return
         if members := members_of(value):
-            self._add(PartsSource(name, value, members), met.depth, inside=met.inside)
+            self._add(PartsPlace(name, value, members), met.depth, inside=met.inside)
         if isinstance(value, Optimizer):
             self._found.optimizers.append(value)
         if is_machinery(value) and id(kind) not in self._code.optimizers:
@@ -631,11 +631,11 @@ class _Walker:
             self._add(self._attributes_of(name, value), met.depth, inside=met.inside)
         if slots_of(kind):
             seen = True
-            self._add(SlotsSource(name, value), met.depth, inside=met.inside)
+            self._add(SlotsPlace(name, value), met.depth, inside=met.inside)
         if not seen and not is_immutable(value):
             self._found.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
 
-    def _attributes_of(self, name: Name, value: Any) -> AttributesSource:
+    def _attributes_of(self, name: Name, value: Any) -> AttributesPlace:
         """The attributes of an object that count."""
         names = self._code.names if value is self._owner else None
         hidden, root = self._rules.hidden_of(value), self._found.root
@@ -644,7 +644,7 @@ class _Walker:
             hidden |= _OF_OPTIMIZERS
         if isinstance(root, Called) and not self._rules.whole:
             hidden |= root.unread_of(value)
-        return AttributesSource(name, value, names, hidden)
+        return AttributesPlace(name, value, names, hidden)
 
     # Functions and what they name.
 
@@ -660,12 +660,12 @@ class _Walker:
                 if callable(wrapped) and not isinstance(wrapped, type):
                     self._values.append(met.beside(wrapped))
             return
-        parts = PartsSource(met.name, function, ("__code__", "__defaults__", "__kwdefaults__"))
+        parts = PartsPlace(met.name, function, ("__code__", "__defaults__", "__kwdefaults__"))
         self._add(parts, met.depth, inside=met.inside)
         read = None if is_library(function) else read_by(function)
         if read is not None and function.__dict__:
             hidden = self._rules.hidden_of(function)
-            attributes = AttributesSource(met.name, function, self._code.names, hidden)
+            attributes = AttributesPlace(met.name, function, self._code.names, hidden)
             if attributes.held:
                 self._add(attributes, met.depth, inside=met.inside)
         if function.__closure__:
@@ -674,9 +674,9 @@ class _Walker:
 
     def _closure(self, met: _Met, names: frozenset[str]) -> None:
         """Look into what a function closes over, whose code has these names."""
-        source = ClosureSource(met.name, met.value)
-        self._add(source, met.depth, inside=met.inside)
-        for key, value in source.held.items():
+        place = ClosurePlace(met.name, met.value)
+        self._add(place, met.depth, inside=met.inside)
+        for key, value in place.held.items():
             if isinstance(value, type | types.ModuleType):
                 self._namespace(key, value, names)
 
@@ -703,8 +703,8 @@ class _Walker:
                 names.append(name)
         names = self._unseen(found, names)
         if names:
-            source = GlobalsSource(found, names, stored_names(code))
-            self._add(source, met.depth, inside=met.inside)
+            place = GlobalsPlace(found, names, stored_names(code))
+            self._add(place, met.depth, inside=met.inside)
 
     def _read_elsewhere(self, met: _Met, read: Read) -> None:
         """Look into what a function reads of other files, and into operators that it calls."""
@@ -720,7 +720,7 @@ class _Walker:
             self._found.unread.append(read.computed)
 
     def _unseen(self, owner: Any, keys: Iterable[str], before: str = "") -> list[str]:
-        """Those keys of an owner that no source has yet; notes them."""
+        """Those keys of an owner that no place has yet; notes them."""
         found = [key for key in keys if (id(owner), before + key) not in self._seen]
         self._seen |= {(id(owner), before + key) for key in found}
         return found
@@ -754,7 +754,7 @@ class _Walker:
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
         keys = self._unseen(value, keys)
         if keys:
-            self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
+            self._add(PartsPlace(Name("", name), value, keys), 1, inside=True)
 
     def _functions_of_pytorch(
         self,
@@ -833,7 +833,7 @@ class _Walker:
         keys = [key for key in inherited if _is_stable(cls, key) and key not in vars(cls)]
         keys = self._unseen(cls, keys, "inherited ")
         if keys:
-            self._found.sources.append(InheritedSource(Name("", cls.__qualname__), cls, keys))
+            self._found.places.append(InheritedPlace(Name("", cls.__qualname__), cls, keys))
 
     def _used_of_class(self, base: type, entry: str | None) -> list[str]:
         """What calls of an instance may use of what one class defines."""
@@ -859,12 +859,12 @@ class _Walker:
                 self._values.append(_Met(Name("", base.__qualname__), function))
             else:
                 self._globals(_Met(Name("", base.__qualname__), function), None)
-        source = ClassPartsSource(Name("", base.__qualname__), base, keys)
-        self._found.sources.append(source)
-        for key, value in source.held.items():
+        place = ClassPartsPlace(Name("", base.__qualname__), base, keys)
+        self._found.places.append(place)
+        for key, value in place.held.items():
             code = isinstance(value, _WRAPPERS) or function_of(value) is not None
             if own and not code and type(value) not in BARE:
-                self._values.append(_Met(source.key_name(key), value))
+                self._values.append(_Met(place.key_name(key), value))
 
 
 # How each kind of value is looked into; the first kind that fits counts.
@@ -971,7 +971,7 @@ def compare_walks(
         unsure: values that may differ from those that they replaced, as `difference` returns them.
     """
     pairs = list(unsure)
-    for before, now in zip(old.sources, new.sources, strict=False):
+    for before, now in zip(old.places, new.places, strict=False):
         if type(before) is not type(now) or before.name != now.name:
             return f"{before.name} was replaced"
         change, more = difference(before, now.held, old.ignores)
@@ -980,10 +980,10 @@ def compare_walks(
         pairs += more
     for name, value, before_it in pairs:
         # An object that only one walk visited, or visited at another point, is another object.
-        places = new.visits.get(id(value)), old.visits.get(id(before_it))
-        if places[0] is None or places[0] != places[1]:
+        turns = new.visits.get(id(value)), old.visits.get(id(before_it))
+        if turns[0] is None or turns[0] != turns[1]:
             return f"{name} was replaced"
-    if len(old.sources) != len(new.sources) or len(old.tensors) != len(new.tensors):
+    if len(old.places) != len(new.places) or len(old.tensors) != len(new.tensors):
         return "what its attributes hold changed"
     ignores = old.ignores or (lambda tensor: False)
     for (where, a), (_, b) in zip(old.tensors, new.tensors, strict=True):

@@ -31,7 +31,7 @@ from .attributes import (
 )
 from .code import is_machinery
 from .leaves import SCALARS, describe
-from .sources import HolderSource, Name, Source
+from .places import HolderPlace, Name, Place
 
 # Types without state that a call could depend on, or whose state cannot be seen.
 WITHOUT_STATE = (
@@ -144,18 +144,18 @@ _SAME: dict[Any, Callable[[Any, Any], bool | None]] = {
 
 
 def difference(
-    source: Source, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
+    place: Place, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
 ) -> tuple[str | None, list[tuple[Name, Any, Any]]]:
-    """How a source differs from what it held, in words, and what another walk has to compare.
+    """How a place differs from what it held, in words, and what another walk has to compare.
 
     Equal values in other objects are noted as held from now on.
     """
-    held = source.held
+    held = place.held
     if len(now) != len(held) or any(
         not (a is b or (type(a) is type(b) and _equal(a, b)))
         for a, b in zip(now, held, strict=True)
     ):
-        return _added_or_removed(source, now), []
+        return _added_or_removed(place, now), []
     unsure = []
     for (key, new), (mine, old) in zip(list(now.items()), list(held.items()), strict=True):
         if new is old:
@@ -164,23 +164,23 @@ def difference(
         if verdict is False and ignores is not None and ignores(new) and ignores(old):
             verdict = True
         if verdict is False:
-            return _replaced(source.key_name(key), new, old), []
+            return _replaced(place.key_name(key), new, old), []
         if verdict is None:
-            unsure.append((source.key_name(key), new, old))
+            unsure.append((place.key_name(key), new, old))
         else:
             held[mine] = new
     return None, unsure
 
 
-def _added_or_removed(source: Source, now: Mapping[Any, Any]) -> str:
-    added = [key for key in now if key not in source.held]
-    gone = [key for key in source.held if key not in now]
-    if isinstance(source, HolderSource) and source.name.before:
-        return f"a forward hook was added or removed{source.name.after}"
+def _added_or_removed(place: Place, now: Mapping[Any, Any]) -> str:
+    added = [key for key in now if key not in place.held]
+    gone = [key for key in place.held if key not in now]
+    if isinstance(place, HolderPlace) and place.name.before:
+        return f"a forward hook was added or removed{place.name.after}"
     for keys, what in ((added, "was added"), (gone, "was removed")):
         if keys:
-            return f"{source.key_name(keys[0])} {what}"
-    return f"the order of {source.name} changed"
+            return f"{place.key_name(keys[0])} {what}"
+    return f"the order of {place.name} changed"
 
 
 def _replaced(name: Name, new: Any, old: Any) -> str:

@@ -5,6 +5,10 @@ or function of the user's goes by the file that defines it, which has one name, 
 imported under several: by the command line, as part of a package, or as `__main__`. The text covers
 what may change which candidate wins, which is less than what the model computes: a cached tuning
 result is verified again before it is used.
+
+Therefore it does not go by the walk of `dependencies`, which tells of this process: identities, in
+the order in which a call's code reaches them. A key is a tree of limited depth that tells each
+value by what it is: code and classes by their content, tensors without their values.
 """
 
 from __future__ import annotations
@@ -31,8 +35,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .binding import in_one_order
+from .code import codes
 from .leaves import SCALARS
 from .modules import in_training
+from .places import registered
 from .signature import CallSignature
 from .split import Args, Kwargs, argument_names, flatten
 from .switches import read
@@ -129,7 +135,7 @@ class _Words:
         # Each tensor's first name: tied weights differ from two weights of one shape.
         self._tensors: dict[int, str] = {}
         for child, path in self._paths.items():
-            for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            for name, tensor in registered(child).items():
                 if tensor is not None:
                     self._tensors.setdefault(id(tensor), f"{path}.{name}".lstrip("."))
 
@@ -150,14 +156,13 @@ class _Words:
         return f"{self._name(spec.type)} {self.value(spec.context)} ({children})"
 
     def module(self, module: nn.Module, depth: int = _DEPTH) -> dict[str, Any]:
-        tensors = (*module._parameters.items(), *module._buffers.items())
         found = {
             "class": self._class(type(module)),
             "training": in_training(module),
             "hooks": len(module._forward_hooks) + len(module._forward_pre_hooks),
             # A list, since their order is that of nn.Sequential's work.
             "modules": [f"{n}: {self.value(v, depth - 1)}" for n, v in module._modules.items()],
-            "tensors": {name: self.value(tensor) for name, tensor in tensors},
+            "tensors": {name: self.value(each) for name, each in registered(module).items()},
         }
         if isinstance(module, torch.jit.ScriptModule):
             with contextlib.suppress(RuntimeError, AttributeError):  # It may have no forward.
@@ -370,7 +375,7 @@ def _digits(value: int) -> str:
 
 
 def _helpers_of(function: types.FunctionType) -> list[tuple[str, types.FunctionType]]:
-    names = sorted(_all_names(function.__code__))
+    names = sorted({name for code in codes(function.__code__) for name in code.co_names})
     found: dict[str, Any] = {}
     for name in names:
         value = function.__globals__.get(name)
@@ -386,12 +391,6 @@ def _helpers_of(function: types.FunctionType) -> list[tuple[str, types.FunctionT
             if isinstance(helper, types.FunctionType) and _is_followed(helper.__module__):
                 helpers.append((name, helper))
     return helpers
-
-
-def _all_names(code: types.CodeType) -> set[str]:
-    """Names in a function, and in functions and comprehensions within it."""
-    within = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*map(_all_names, within))
 
 
 def _is_followed(module: str | None) -> bool:

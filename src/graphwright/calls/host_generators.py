@@ -31,7 +31,7 @@ _State = tuple[Hashable, Callable[[], object]]
 class Reached(Protocol):
     """What a call can reach: `dependencies.Dependencies`, which itself asks what is a generator."""
 
-    sources: list[Any]
+    places: list[Any]
 
     @property
     def objects(self) -> list[Any]:
@@ -55,7 +55,7 @@ class HostGenerators:
         ours = {id(generator) for generator, _ in shared}
         self._shared = [_Position(g, name) for g, name in shared if process]
         self._own = [
-            _Position(value, _name_of(value, found.sources))
+            _Position(value, _name_of(value, found.places))
             for value in _sources_of_bits(found.objects)
             if id(value) not in ours
         ]
@@ -226,13 +226,13 @@ def _frozen(value: Any) -> Hashable:
     return value if isinstance(value, Hashable) else repr(value)
 
 
-def _name_of(generator: Any, sources: Iterable[Any]) -> str:
+def _name_of(generator: Any, places: Iterable[Any]) -> str:
     """The name of the place that holds a generator."""
-    for source in sources:
-        for key, value in source.held.items():
+    for place in places:
+        for key, value in place.held.items():
             if value is generator or getattr(value, "bit_generator", None) is generator:
-                return f"{source.key_name(key)} (a {type(value).__name__})"
+                return f"{place.key_name(key)} (a {type(value).__name__})"
             # A method of it, such as `self.draw = numpy.random.default_rng().random`.
             if getattr(value, "__self__", None) is generator:
-                return f"{source.key_name(key)} (of a {type(generator).__name__})"
+                return f"{place.key_name(key)} (of a {type(generator).__name__})"
     return f"a random generator (a {type(generator).__name__})"

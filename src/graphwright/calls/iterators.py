@@ -86,10 +86,10 @@ class Iterators:
         held = list(filter(is_opaque_iterator, found.objects))
         self._held = {id(each): each for each in held}
         self._names: dict[int, str] = {}
-        for source in found.sources if held else ():
-            for key, value in source.held.items():
+        for place in found.places if held else ():
+            for key, value in place.held.items():
                 if id(value) in self._held:
-                    self._names.setdefault(id(value), str(source.key_name(key)))
+                    self._names.setdefault(id(value), str(place.key_name(key)))
         self._positions = {key: _steady(each) for key, each in self._held.items()}
 
     def check(self) -> None:

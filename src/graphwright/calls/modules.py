@@ -430,9 +430,11 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
 
 
 def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Everything that a plain function reaches by closure, default, global or method, by name.
+    """What a plain function names itself, by closure, default, global or method.
 
-    A function that a decorator or torch.compile has wrapped is looked into as well.
+    A function that a decorator or torch.compile has wrapped is looked into as well. What the values
+    hold is not: for a step, an optimizer that an object holds may be another step's. Of that,
+    `Dependencies` tells.
     """
     inner = getattr(function, "_torchdynamo_orig_callable", None)
     inner = getattr(function, "__wrapped__", None) if inner is None else inner

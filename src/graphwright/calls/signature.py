@@ -263,12 +263,18 @@ class CallSignature:
             row = self.mixed.values(args, kwargs)
             if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
                 return self._same_switches()
-        if self.pattern is not None and self.split(args, kwargs) is not None:
-            return True
+        return self.split(args, kwargs) is not None or self._fits_after_all(args, kwargs)
+
+    def _fits_after_all(self, args: Args, kwargs: Kwargs) -> bool:
+        """The same for a call that no quick check has told; takes longer."""
         if inside_transform():
             return False
-        flat = self.flat
-        return self._equals(args, kwargs) if flat is None else self._fits_flat(args, kwargs, *flat)
+        if self.flat is not None:
+            return self._fits_flat(args, kwargs, *self.flat)
+        try:
+            return CallSignature.of(args, self._ordered(kwargs), objects=self.objects) == self
+        except SignatureError:
+            return False
 
     def _fits_flat(
         self,
@@ -322,13 +328,6 @@ class CallSignature:
         if not self._same_switches():
             return None
         return found
-
-    def _equals(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a call's signature is this one."""
-        try:
-            return CallSignature.of(args, self._ordered(kwargs), objects=self.objects) == self
-        except SignatureError:
-            return False
 
     def _same_switches(self) -> bool:
         """Whether the switches are what they were."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,11 @@ from torch.utils import _pytree as pytree
 from ..errors import SignatureError, VerificationError
 from .dependencies import PLAIN, Dependencies
 from .first_use import FirstUse, RawAccess, unseen
-from .introspection import StandIn
+from .introspection import StandIn, stood_for
 from .iterators import Iterators
 from .leaves import describe, without_memory
 from .objects import apart
+from .places import OF_TENSORS, AttributesPlace, HolderPlace, Place
 from .split import Args, argument_names, flatten, leaf_names, unflatten
 
 Model = Callable[..., Any]
@@ -168,7 +169,7 @@ class _Memory:
     """What is kept of a module's tensors, shared by all snapshots of one piece of work."""
 
     def __init__(self, module: nn.Module, held: Dependencies, *, lazily: bool) -> None:
-        reached = [value for source in held.sources for value in source.held.values()]
+        reached = [value for place in held.places for value in place.held.values()]
         reached += [*module.modules(), *(getattr(m, "forward", None) for m in module.modules())]
         self._lazily = lazily and not any(map(_replays, reached))
         self._shown = self._lazily and any(map(_is_array, reached))
@@ -285,51 +286,75 @@ class _Joined:
         return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._tensors]
 
 
-# Of tensors by name: the dictionary that holds each, its key there, and the tensor.
-_Places = dict[str, tuple[dict[str, Any], str, torch.Tensor]]
+class _ReachedTensor(NamedTuple):
+    """A tensor that a call reaches, and where.
 
-
-def _places_of_tensors(module: nn.Module) -> tuple[_Places, frozenset[str]]:
-    """Where a module has its buffers and other tensors; names of those made before each call.
-
-    A hook, of weight_norm say, makes weights anew.
+    Attributes:
+        tensor: the tensor.
+        place: that holds it; None where no other can take its place, in a tuple say.
+        key: under which the place holds it.
+        remade: whether it is made before each call, as a hook of weight_norm does.
     """
-    places: _Places = {}
-    remade: set[str] = set()
-    for path, child in module.named_modules():
-        root = f"{path}." if path else ""
-        for holder in (child._buffers, child.__dict__):
-            if not isinstance(holder, dict):  # A ScriptModule shows a view.
-                continue
-            found = {
-                root + name: (holder, name, value)
-                for name, value in holder.items()
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided
-            }
-            places |= found
-            if found and holder is child.__dict__ and child._forward_pre_hooks:
-                remade |= found.keys()
-    return places, frozenset(remade)
+
+    tensor: torch.Tensor
+    place: Place | None = None
+    key: Any = None
+    remade: bool = False
+
+    def now(self) -> Any:
+        """What is there now."""
+        place = self.place
+        return self.tensor if place is None else place.get(place.owner, self.key)
 
 
-def _places_of_parameters(module: nn.Module) -> _Places:
-    """Where a module has its parameters, tied ones too."""
-    places: _Places = {}
+def _tensors_of(module: nn.Module, found: Dependencies) -> dict[str, _ReachedTensor]:
+    """The tensors that a call of a module reaches, by name: those of its modules by their paths."""
+    named = dict(_tensors_of_modules(module, found))
+    seen = {id(reached.tensor) for reached in named.values()}
+    # A function's, a ScriptModule's; in lists, objects, variables; and in tuples.
+    others = [
+        (n, _ReachedTensor(t)) for n, t in (*module.named_parameters(), *module.named_buffers())
+    ]
+    for place in found.places:
+        others += ((str(place.key_name(key)), each) for key, each in _tensors_in(place))
+    others += ((str(name), _ReachedTensor(tensor)) for name, tensor in found.tensors)
+    for name, reached in others:
+        if id(reached.tensor) not in seen:
+            seen.add(id(reached.tensor))
+            named[name if name not in named else f"{name} ({len(named)})"] = reached
+    return {name: each for name, each in named.items() if each.tensor.layout is torch.strided}
+
+
+def _tensors_of_modules(
+    module: nn.Module, found: Dependencies
+) -> Iterator[tuple[str, _ReachedTensor]]:
+    """Parameters, buffers and attributes of a module and those in it, by their paths."""
+    own = (HolderPlace, AttributesPlace)
+    places = {id(place.owner): place for place in found.places if type(place) in own}
     for path, child in module.named_modules():
-        slots = child._parameters
-        for name, parameter in slots.items() if isinstance(slots, dict) else ():
-            if parameter is not None and parameter.layout is torch.strided:
-                places[f"{path}.{name}" if path else name] = (slots, name, parameter)
-    return places
+        root, part = f"{path}." if path else "", stood_for(child)
+        for owner in (*(getattr(child, kind) for kind in OF_TENSORS), part):
+            if (place := places.get(id(owner))) is not None:
+                remade = owner is part and bool(part._forward_pre_hooks)
+                for key, reached in _tensors_in(place, remade=remade):
+                    yield f"{root}{key}", reached
+
+
+def _tensors_in(place: Place, *, remade: bool = False) -> Iterator[tuple[Any, _ReachedTensor]]:
+    """The tensors that a place holds, by key."""
+    for key, value in place.held.items():
+        if isinstance(value, torch.Tensor):
+            yield key, _ReachedTensor(value, place, key, remade)
 
 
 class ModuleState:
     """A snapshot of what a module holds, to put back and to compare.
 
-    Buffers and tensor attributes, which a call may change or replace, are kept as copies;
-    everything else that it reaches by identity, containers with their content; parameters, which
-    inference must not change, in host memory, and on a GPU by a checksum, unless `weights` is
-    False. With `lazily` they are copied where they are, if there is room.
+    Tensors that its calls reach, which they may change or replace, are kept as copies: buffers,
+    attributes, tensors in lists and objects; everything else by identity, containers with their
+    content; parameters, which inference must not change, in host memory, and on a GPU by a
+    checksum, unless `weights` is False. With `lazily` they are copied where they are, if there is
+    room.
 
     Attributes:
         iterators: those that a call can reach, and where they stood.
@@ -354,18 +379,24 @@ class ModuleState:
         # Lists, dictionaries, objects and attributes, whatever holds them.
         self._held = Dependencies(module)
         self.iterators = Iterators(self._held)
-        self._places, self._remade = _places_of_tensors(module)
-        self._slots = _places_of_parameters(module)
-        self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
+        self._all = _tensors_of(module, self._held)
+        self._tensors = {
+            name: held.tensor
+            for name, held in self._all.items()
+            if not isinstance(held.tensor, nn.Parameter)
+        }
+        self._grad = {name: tensor.requires_grad for name, tensor in self._tensors.items()}
         memory = None if shared is None else shared._memory
         self._memory: _Memory = memory or _Memory(module, self._held, lazily=lazily)
-        self._kept = {name: self._memory.keep(t) for name, (_, _, t) in self._places.items()}
+        self._kept = {name: self._memory.keep(tensor) for name, tensor in self._tensors.items()}
         self._varied: dict[str, torch.Tensor] = {}
         self._joined: list[_Joined] | None = None
+        # Each once, by its first name.
+        first = {id(held.tensor): name for name, held in reversed(self._all.items())}
         self._named = {
-            name: parameter
-            for name, parameter in module.named_parameters()
-            if weights and parameter.layout is torch.strided
+            name: held.tensor
+            for name, held in self._all.items()
+            if weights and name not in self._tensors and first[id(held.tensor)] == name
         }
         self._weights = {
             name: self._memory.keep(parameter, weight=True)
@@ -392,16 +423,12 @@ class ModuleState:
             VerificationError: memory was written to by what cannot be seen, on another thread say.
         """
         self._held.put_back()
-        for slots, key, parameter in self._slots.values():
-            if slots.get(key) is not parameter:
-                slots[key] = parameter
         missed = [
             n for n, kept in (*self._kept.items(), *self._weights.items()) if kept.was_written()
         ]
         with unseen(), torch.no_grad():
             same = self._that_hold()
-            for name, (holder, key, tensor) in self._places.items():
-                holder[key] = tensor
+            for name, tensor in self._tensors.items():
                 if tensor.requires_grad and not self._grad[name]:
                     tensor.detach_()
                 if name not in same and not self._holds(name, tensor):
@@ -432,11 +459,11 @@ class ModuleState:
         """Names of small tensors that hold what they are restored to."""
         if self._joined is None:
             groups: dict[tuple[int, torch.device], list[str]] = {}
-            for name, (_, _, tensor) in self._places.items():
+            for name, tensor in self._tensors.items():
                 if _is_plain(tensor) and 0 < tensor.nbytes < _LARGE:
                     groups.setdefault((tensor.element_size(), tensor.device), []).append(name)
             self._joined = [
-                _Joined(names, [self._places[n][2] for n in names], list(map(self._value, names)))
+                _Joined(names, [self._tensors[n] for n in names], list(map(self._value, names)))
                 for names in groups.values()
             ]
         return {name for group in self._joined if group.hold() for name in group.names}
@@ -445,7 +472,7 @@ class ModuleState:
         """From now on, restore other values in the buffers of some storages, given by identity."""
         generator = torch.Generator().manual_seed(0)
         self._joined = None
-        for name, (_, _, tensor) in self._places.items():
+        for name, tensor in self._tensors.items():
             if tensor.untyped_storage()._cdata in storages and tensor.is_floating_point():
                 added = 0.5 + torch.rand(tensor.shape, generator=generator, device="cpu")
                 self._varied[name] = self._value(name) + added.to(tensor.device, tensor.dtype)
@@ -455,8 +482,8 @@ class ModuleState:
         found = {}
         with unseen():
             same = self._that_hold()
-            for name, (holder, key, tensor) in self._places.items():
-                now = holder.get(key)
+            for name, tensor in self._tensors.items():
+                now = self._all[name].now()
                 if now is tensor and name in same:
                     continue
                 if isinstance(now, torch.Tensor) and not self._holds(name, now):
@@ -468,12 +495,10 @@ class ModuleState:
 
         A mark changes even if the values that are written were there before.
         """
-        places = {n: p for n, p in self._places.items() if n not in self._remade} | self._slots
-        found = {
-            name: (_replaced(holder.get(key), tensor), _version(tensor))
-            for name, (holder, key, tensor) in places.items()
+        return {
+            name: (0 if held.remade else _replaced(held.now(), held.tensor), _version(held.tensor))
+            for name, held in self._all.items()
         }
-        return found | {n: (0, _version(self._places[n][2])) for n in self._remade}
 
     def corrupted(self) -> str | None:
         """Name of a parameter whose bits changed, or None; changed parameters are put back."""
@@ -488,14 +513,15 @@ class ModuleState:
         found = _changed(self._weights)
         found += [
             name
-            for name, (holder, key, _) in self._places.items()
-            if not isinstance(holder.get(key), torch.Tensor) or not self._holds(name, holder[key])
+            for name in self._tensors
+            if not isinstance(now := self._all[name].now(), torch.Tensor)
+            or not self._holds(name, now)
         ]
         return found[0] if found else None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Parameters and buffers by name."""
-        return [*self._named.items(), *((n, t) for n, (_, _, t) in self._places.items())]
+        """The tensors that are kept, by name."""
+        return [*self._named.items(), *self._tensors.items()]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

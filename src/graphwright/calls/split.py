@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,25 +228,23 @@ class _Part(NamedTuple):
     """A container or object of a call, and what it holds.
 
     Attributes:
+        slot: where it is among the leaves and parts of the call.
         cls: its class.
         is_object: whether it holds attributes.
         names: of what it holds, in order; None if that stands in a row.
         size: how much it holds.
-        tensors: where they are in it, and among the call's leaves.
         plain: where plain values are in it, what they are, and how they are described; None for
             what has to be the same object.
-        parts: where further parts are in it, and among the call's.
-        again: the same, for parts that have another place already.
+        further: where tensors and parts are in it, and their slots.
     """
 
+    slot: int
     cls: type
     is_object: bool
     names: tuple[Any, ...] | None
     size: int
-    tensors: tuple[tuple[int, int], ...]
     plain: tuple[tuple[int, Any, tuple[Any, ...] | None], ...]
-    parts: tuple[tuple[int, int], ...]
-    again: tuple[tuple[int, int], ...]
+    further: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -254,13 +253,18 @@ class Pattern:
 
     It knows tuples, lists, dictionaries, and objects with a dictionary of attributes.
 
+    Leaves and parts have slots in one row: the leaves first, then the parts, one for each place of
+    a part that has several.
+
     Attributes:
         parts: containers and objects, before what they hold; the first is the pair of positional
             and keyword arguments.
         template: the leaves, None for tensors.
-        places: positions of the tensors among the leaves.
-        distinct: positions of the parts that have to be different objects.
-        changeable: positions of the parts that a call may change in place, in order.
+        empty: None for each slot of a part.
+        places: slots of the tensors.
+        distinct: slots of the parts that have to be different objects.
+        again: further slots of parts, and the first slot of each of these.
+        changeable: slots of the parts that a call may change in place, in order.
         guard: PyTorch's own check of the tensors.
         names: of the keyword arguments, in order.
         any_order: whether these may come in another order.
@@ -268,8 +272,10 @@ class Pattern:
 
     parts: tuple[_Part, ...]
     template: tuple[Any, ...]
+    empty: tuple[None, ...]
     places: tuple[int, ...]
     distinct: tuple[int, ...]
+    again: tuple[tuple[int, ...], tuple[int, ...]]
     changeable: tuple[int, ...]
     guard: Callable[..., bool]
     names: tuple[str, ...]
@@ -300,16 +306,18 @@ class Pattern:
             return None
         reader = _Reader(leaves)
         try:
-            reader.read((tuple(args), dict(kwargs)), spec)
+            reader.look_into((tuple(args), dict(kwargs)), spec)
         except _OtherKind:
             return None
-        found = {id(part): place for place, part in enumerate(reader.values)}
+        slots = {id(value): part.slot for value, part in reader.read}
         return cls(
-            tuple(reader.parts),
+            tuple(part for _, part in reader.read),
             tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            (None,) * (reader.slots - len(leaves)),
             places,
-            tuple(place for place, part in enumerate(reader.values) if matters(part)),
-            tuple(found[id(each)] for each in objects_of(args, kwargs)),
+            tuple(part.slot for value, part in reader.read if matters(value)),
+            (tuple(reader.again), tuple(reader.again.values())),
+            tuple(slots[id(each)] for each in objects_of(args, kwargs)),
             guard,
             tuple(kwargs),
             any_order,
@@ -320,17 +328,16 @@ class Pattern:
 
         Of the tensors nothing is looked at but where they are.
         """
-        if self.any_order and (*kwargs,) != self.names:
-            named = in_order_of(self.names, kwargs, True)
+        if (*kwargs,) != self.names:
+            named = in_order_of(self.names, kwargs, self.any_order)
             if named is None:
                 return None
             kwargs = dict(zip(self.names, named, strict=True))
-        parts: list[Any] = [None] * len(self.parts)
-        parts[0] = args, kwargs
-        leaves, further = [*self.template], []
-        for part, (cls, is_object, names, size, tensors, plain, inner, again) in zip(
-            parts, self.parts, strict=True
-        ):
+        count = len(self.template)
+        found = [*self.template, *self.empty]
+        found[count] = args, kwargs
+        for slot, cls, is_object, names, size, plain, further in self.parts:
+            part = found[slot]
             if type(part) is not cls:
                 return None
             values: Any = part
@@ -345,17 +352,15 @@ class Pattern:
                 mine = values[at]
                 if mine is not value and not _is_described(mine, described):
                     return None
-            for at, place in tensors:
-                leaves[place] = values[at]
-            for at, place in inner:
-                parts[place] = values[at]
-            for at, place in again:
-                further.append((values[at], place))
-        if any(part is not parts[place] for part, place in further):
+            for at, to in further:
+                found[to] = values[at]
+        # In C, as it is done at each call.
+        in_slot, (again, first) = found.__getitem__, self.again
+        if not all(map(operator.is_, map(in_slot, again), map(in_slot, first))):
             return None
-        if len({id(parts[place]) for place in self.distinct}) != len(self.distinct):
+        if len({*map(id, map(in_slot, self.distinct))}) != len(self.distinct):
             return None
-        return Split(leaves, [parts[place] for place in self.changeable])
+        return Split(found[:count], [*map(in_slot, self.changeable)])
 
     def values(self, args: Args, kwargs: Kwargs) -> Sequence[Any] | None:
         """The leaves of a call of this shape; None of another one."""
@@ -381,50 +386,57 @@ class _Reader:
     """Reads what the parts of a call are.
 
     Attributes:
-        parts: those read.
-        values: the parts themselves.
+        read: the parts themselves, and what they are.
+        slots: how many there are, of leaves and parts.
+        again: for each further slot of a part, its first one.
     """
 
     def __init__(self, leaves: Sequence[Any]) -> None:
-        self.parts: list[_Part] = []
-        self.values: list[Any] = []
+        self.read: list[tuple[Any, _Part]] = []
+        self.slots = len(leaves)
+        self.again: dict[int, int] = {}
         self._leaves = leaves
         self._next = 0
         self._shared: dict[int, int] = {}
 
-    def read(self, value: Any, spec: pytree.TreeSpec) -> int:
-        """Read a part, and those in it; returns its place.
+    def look_into(self, value: Any, spec: pytree.TreeSpec) -> int:
+        """Read a part, and those in it; returns its slot.
 
         Raises:
             _OtherKind: one is of another kind.
         """
+        if spec.type is Again:
+            slot = self._new_slot()
+            self.again[slot] = self._shared[spec.context]
+            return slot
         if spec.type is Shared:
             (inside,) = spec.children()
-            place = self._shared[spec.context[0]] = len(self.parts)
-            return self.read(value, inside)
+            self._shared[spec.context[0]] = self.slots
+            return self.look_into(value, inside)
         is_object, names, values = _opened(value, spec)
-        place = len(self.parts)
-        self.values.append(value)
-        self.parts.append(_Part(type(value), is_object, names, len(values), (), (), (), ()))
-        tensors, parts, again = [], [], []
+        slot, before = self._new_slot(), len(self.read)
         plain: list[tuple[int, Any, tuple[Any, ...] | None]] = []
+        further: list[tuple[int, int]] = []
         for at, (each, inner) in enumerate(zip(values, spec.children(), strict=True)):
             if inner.is_leaf():
                 leaf = self._leaves[self._next]
                 if isinstance(leaf, torch.Tensor):
-                    tensors.append((at, self._next))
+                    further.append((at, self._next))
                 else:
                     plain.append((at, leaf, describe(leaf)))
                 self._next += 1
-            elif inner.type is Again:
-                again.append((at, self._shared[inner.context]))
             elif inner.type is Constant:
                 plain.append((at, each, inner.context if type(each) is torch.Size else None))
             else:
-                parts.append((at, self.read(each, inner)))
-        found = tuple(tensors), tuple(plain), tuple(parts), tuple(again)
-        self.parts[place] = _Part(*self.parts[place][:4], *found)
-        return place
+                further.append((at, self.look_into(each, inner)))
+        found = tuple(plain), tuple(further)
+        part = _Part(slot, type(value), is_object, names, len(values), *found)
+        self.read.insert(before, (value, part))
+        return slot
+
+    def _new_slot(self) -> int:
+        self.slots += 1
+        return self.slots - 1
 
 
 def _opened(

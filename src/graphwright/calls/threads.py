@@ -45,4 +45,4 @@ def _compiling() -> frozenset[threading.Thread]:
     made = getattr(pool, "pool", None)
     if made is None or not made.cache_info().currsize:
         return frozenset()
-    return frozenset(made()._threads)
+    return frozenset(vars(made()).get("_threads", ()))

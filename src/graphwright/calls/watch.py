@@ -27,8 +27,8 @@ from .dictionaries import read, reader
 from .differences import difference
 from .forking import lock
 from .leaves import guard_of, without_memory
+from .places import FastWay, Name, Place
 from .snapshots import checksums
-from .sources import FastWay, Name, Source
 from .split import Args, Kwargs
 
 # What is looked at before a call is answered by what was built: its arguments and the module, its
@@ -174,9 +174,9 @@ class _Compared:
     all of another.
 
     Attributes:
-        found: what the module depends on; what its sources held is one thread's to change.
+        found: what the module depends on; what its places held is one thread's to change.
         tensors: the tensors among that.
-        ordered: its sources, first those whose versions are compared.
+        ordered: its places, first those whose versions are compared.
         owners: modules and objects whose attributes are watched.
         attributes: the dictionaries in which the owners have their attributes.
         dictionaries: dictionaries that hold something.
@@ -214,9 +214,9 @@ class _Compared:
         versions: list[Any] | None = None,
         before: _Compared | None = None,
     ) -> None:
-        ways: dict[FastWay, list[Source]] = {way: [] for way in FastWay}
-        for source in found.sources:
-            ways[source.way()].append(source)
+        ways: dict[FastWay, list[Place]] = {way: [] for way in FastWay}
+        for place in found.places:
+            ways[place.way()].append(place)
         versioned = [*ways[FastWay.ATTRIBUTES], *ways[FastWay.DICTIONARY]]
         lists, long, forwards = ways[FastWay.ITEMS], ways[FastWay.LENGTH], ways[FastWay.FORWARD]
         self.found = found
@@ -307,15 +307,15 @@ def _with_places(found: Dependencies) -> Iterator[tuple[Name, torch.Tensor]]:
             yield name, tensor
 
 
-def _owners(sources: Iterable[Source]) -> list[Any]:
-    return [source.owner for source in sources]
+def _owners(places: Iterable[Place]) -> list[Any]:
+    return [place.owner for place in places]
 
 
-def _versions_of(sources: Sequence[Source], readers: Sequence[Any]) -> list[Any]:
-    """The versions of what some sources read; None where that is not what they held."""
+def _versions_of(places: Sequence[Place], readers: Sequence[Any]) -> list[Any]:
+    """The versions of what some places read; None where that is not what they held."""
     versions = list(map(read, readers))
-    for index, source in enumerate(sources):
-        if not source.holds_the_same():  # Another thread wrote to it since it was read.
+    for index, place in enumerate(places):
+        if not place.holds_the_same():  # Another thread wrote to it since it was read.
             versions[index] = None
     return versions
 
@@ -557,14 +557,14 @@ class ModuleWatch:
             if type(value) is not before:
                 return f"a {before.__name__} became a {type(value).__name__}", []
         unsure: list[Any] = []
-        for index, source in enumerate(compared.ordered):
+        for index, place in enumerate(compared.ordered):
             if index < len(versions) and versions[index] == known[index]:
                 continue  # It has not been written to.
             try:
-                now = source.read()
+                now = place.read()
             except Exception:  # The owner has become something else.
-                return f"{source.name} was replaced", []
-            change, unknown = difference(source, now, found.ignores)
+                return f"{place.name} was replaced", []
+            change, unknown = difference(place, now, found.ignores)
             if change is not None:
                 return change, []
             unsure += unknown

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import SignatureError
 from .leaves import dispatches, is_plain, unusual_kind, without_memory
+from .places import registered
 
 _NO_FUNCTION = torch._C._disabled_torch_function_impl
 _EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
@@ -85,11 +86,6 @@ def _is_only_conjugated(tensor: torch.Tensor) -> bool:
 def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, buffers and attributes that are tensors, by name."""
     for path, child in module.named_modules():
-        # A ScriptModule has no plain dictionaries.
-        for held in ("_parameters", "_buffers"):
-            for name, value in getattr(child, held).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{path}.{name}" if path else name, value
-        for name, value in vars(child).items():
+        for name, value in (*registered(child).items(), *vars(child).items()):
             if isinstance(value, torch.Tensor):
                 yield f"{path}.{name}" if path else name, value

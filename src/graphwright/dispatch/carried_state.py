@@ -15,7 +15,7 @@ from typing import Any
 
 from ..calls.binding import PASSES_TO
 from ..calls.dependencies import Dependencies
-from ..calls.places import MISSING, Place
+from ..calls.places import MISSING, Written
 from ..calls.split import Args, Kwargs
 
 # Answers a call with some arguments.
@@ -37,7 +37,7 @@ class CarriedState:
             and what they hold then, and leaves the places themselves as they were.
     """
 
-    def __init__(self, fn: Callable[..., Any], places: Sequence[Place]) -> None:
+    def __init__(self, fn: Callable[..., Any], places: Sequence[Written]) -> None:
         self.places = tuple(places)
         count = len(self.places)
 
@@ -89,8 +89,8 @@ class CarriedState:
             place.put(MISSING if value is _Nothing.NOTHING else value)
 
 
-def reached(fn: Callable[..., Any], places: Iterable[Place]) -> list[Place]:
+def reached(fn: Callable[..., Any], places: Iterable[Written]) -> list[Written]:
     """Those of some places whose owner a function still reaches."""
-    sources = Dependencies(fn, training=True, whole=True).sources
-    owners = {id(source.owner) for source in sources}
+    found = Dependencies(fn, training=True, whole=True)
+    owners = {id(place.owner) for place in found.places}
     return [place for place in places if id(place.owner) in owners]

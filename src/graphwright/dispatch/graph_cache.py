@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
-from ..calls.places import Place, carried_by, hidden
+from ..calls.places import Written, carried_by, hidden
 from ..calls.signature import CallSignature, quick_key
 from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
@@ -69,7 +69,7 @@ class StateGraphs:
     # Kinds of calls whose proofs could not be made, with their gradient mode, and how often.
     failed: list[tuple[DynamicSignature, bool | None, int]] = field(default_factory=list)
     # Attributes and items to which calls write, and which are not watched.
-    places: list[Place] = field(default_factory=list)
+    places: list[Written] = field(default_factory=list)
     # Calls without a graph, by the same as `entries`.
     seen: dict[tuple[CallSignature, bool | None], Seen] = field(default_factory=dict)
     # Whether the module was in another state when that was last looked at before a launch.

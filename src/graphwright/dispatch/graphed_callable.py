@@ -31,7 +31,7 @@ from ..calls.options import (
     items_problem,
     refuse,
 )
-from ..calls.places import Place
+from ..calls.places import Written
 from ..calls.signature import (
     Call,
     CallSignature,
@@ -595,7 +595,7 @@ class GraphedCallable(FunctionStandIn):
     def _before_capture(self) -> None:
         """Raise CaptureError if no call of the function may be captured."""
 
-    def _carry(self, places: Sequence[Place]) -> bool:
+    def _carry(self, places: Sequence[Written]) -> bool:
         """From now on, have graphs that are given what places hold; whether that may work."""
         if not places or not self._carrying.left or not self._takes_objects:
             return False
@@ -1056,7 +1056,7 @@ class _GivenState(GraphedCallable):
         super().__init__(fn, **options)
         self._owner = owner
 
-    def _carry(self, places: Sequence[Place]) -> bool:
+    def _carry(self, places: Sequence[Written]) -> bool:
         return self._owner._carry(places)
 
     def _objects_key(self, args: Args, kwargs: Kwargs) -> Any:
@@ -1081,7 +1081,7 @@ class _OfPart(GraphedCallable):
         assert isinstance(self.fn, nn.Module)
         refuse_talk(self.fn)
 
-    def _carry(self, places: Sequence[Place]) -> bool:
+    def _carry(self, places: Sequence[Written]) -> bool:
         return False
 
     def _may_have_parts(self) -> bool:
@@ -1152,7 +1152,7 @@ class _Carrying:
 
     def begin(
         self,
-        places: Sequence[Place],
+        places: Sequence[Written],
         before: _Carried | None,
         make: Callable[[Callable[..., Any]], GraphedCallable],
     ) -> _Carried:
@@ -1163,7 +1163,7 @@ class _Carrying:
             before: what has answered calls so far, which is closed.
             make: makes what answers calls of a function that is given what they hold.
         """
-        known: list[Place] = []
+        known: list[Written] = []
         if before is not None:
             if before.graphs._answered() >= WORTH_CALLS:
                 self.left = _MOST_CARRIED

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import has_objects
-from ..calls.places import Place
+from ..calls.places import Written
 from ..calls.split import objects_tree
 from ..errors import SignatureError
 from .call_spec import CallSpec
@@ -44,10 +44,10 @@ class CallWork:
         answers: whether it is recorded, so that a run answers a call.
     """
 
-    def __init__(self, spec: CallSpec, known: Sequence[Place] = ()) -> None:
+    def __init__(self, spec: CallSpec, known: Sequence[Written] = ()) -> None:
         self.known = list(known)
-        self.candidates: list[Place] = []
-        self.places: list[Place] = []
+        self.candidates: list[Written] = []
+        self.places: list[Written] = []
         self.has_effects = False
         self.reach: Reach | None = None
         self.answers = False

@@ -19,7 +19,7 @@ from ..calls.modes import OperationMode, compilers_off, opaque
 from ..calls.objects import classes_in, giving
 from ..calls.operations import default_generators
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
-from ..calls.places import Place, carried_by, hidden
+from ..calls.places import Written, carried_by, hidden
 from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.split import Args, Kwargs, Split
 from ..calls.watch import ModuleWatch
@@ -99,7 +99,7 @@ class CapturedCall(Graph):
         evictable: bool = False,
         breaks: Breaks = "never",
         objects: bool = True,
-        places: Sequence[Place] = (),
+        places: Sequence[Written] = (),
         streams: int = 1,
         may_look: bool = True,
         trusted: bool = False,
@@ -154,7 +154,7 @@ class CapturedCall(Graph):
         spec: CallSpec,
         sample: Sequence[Any],
         pool: MemoryPool,
-        places: Sequence[Place] = (),
+        places: Sequence[Written] = (),
         *,
         evictable: bool = False,
     ) -> None:
@@ -170,7 +170,7 @@ class CapturedCall(Graph):
         self._outside: set[int] = set()
         self._specify(spec, places)
 
-    def _specify(self, spec: CallSpec, places: Sequence[Place] = ()) -> None:
+    def _specify(self, spec: CallSpec, places: Sequence[Written] = ()) -> None:
         """Say what is to be recorded; places are those to which other calls write."""
         self.spec = spec
         self.work = CallWork(spec, places)
@@ -182,7 +182,7 @@ class CapturedCall(Graph):
         spec: CallSpec,
         sample: Sequence[Any],
         pool: MemoryPool,
-        places: Sequence[Place] = (),
+        places: Sequence[Written] = (),
         mode: CaptureMode = CaptureMode.UNDECIDED,
     ) -> CapturedCall:
         """A call that is yet to be warmed up.
@@ -760,7 +760,7 @@ class CapturedCall(Graph):
             make = functools.partial(CapturedCall.of, spec, self._sample, pool, self.work.known)
             return as_eager.is_faster_as_eager(make, args, kwargs, self.device)
 
-    def consider(self, places: Sequence[Place]) -> None:
+    def consider(self, places: Sequence[Written]) -> None:
         """Make sure that the warm call does not read places to which other calls write.
 
         Raises:

@@ -4,6 +4,10 @@ A cache that grew, an attribute that was rebound, a list that got an element: a 
 on copies of the caller's objects, which are compared before and after. What has changed is part of
 what the call returns, as an `Outcome`; after each replay it is done to the caller's own objects,
 with tensors of that replay.
+
+What a call writes outside of its arguments are values of places, which the walk of `dependencies`
+finds. Arguments are other objects in each call: they are taken apart by `objects`, and told by
+their position.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from ..calls.objects import (
     one_level,
     same,
 )
-from ..calls.places import MISSING, Place
+from ..calls.places import MISSING, Written
 
 _LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict")
 
@@ -61,7 +65,7 @@ class Outcome:
         counted: counters that Python has added to already, and what they hold then.
     """
 
-    counted: Sequence[tuple[Place, Any]] = ()
+    counted: Sequence[tuple[Written, Any]] = ()
 
     def __init__(self, result: Any, values: Sequence[Any], changes: tuple[Change, ...]) -> None:
         self.result = result
@@ -141,7 +145,7 @@ class GivenObjects:
         return changes, values
 
     def outcome(
-        self, result: Any, places: Sequence[Place] = (), owned: Sequence[Any] = ()
+        self, result: Any, places: Sequence[Written] = (), owned: Sequence[Any] = ()
     ) -> tuple[Any, bool]:
         """What the call returned and did, taken apart, and whether it has to do with the caller's.
 

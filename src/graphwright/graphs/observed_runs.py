@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import compilers_off
 from ..calls.objects import apart
-from ..calls.places import MISSING, Place, kind_of
+from ..calls.places import MISSING, Written, kind_of
 from ..errors import CaptureError, first_line, user_frame
 from .comparison import Comparison, WithoutDropout, check_same_result, rounding_of
 from .host_draws import OTHER_SEED, Draw, UsesOf
@@ -162,7 +162,7 @@ class ObservedRuns:
             journal.undo()
 
     def find_written(
-        self, places: list[Place], eager: Any, generators: Sequence[torch.Generator]
+        self, places: list[Written], eager: Any, generators: Sequence[torch.Generator]
     ) -> None:
         """Keep of some places those to which the call writes; it must not read any of them.
 
@@ -210,7 +210,7 @@ class ObservedRuns:
         finally:
             journal.undo()
 
-    def _refuse_removals(self, places: Sequence[Place]) -> None:
+    def _refuse_removals(self, places: Sequence[Written]) -> None:
         """Run the call with something in places that it does not write to: it must stay there.
 
         Raises:
@@ -284,8 +284,11 @@ class ObservedRuns:
 
 
 def _keep_written(
-    places: list[Place], held: Sequence[tuple[Place, Any]], kept: Mapping[int, Any], rounding: float
-) -> list[Place]:
+    places: list[Written],
+    held: Sequence[tuple[Written, Any]],
+    kept: Mapping[int, Any],
+    rounding: float,
+) -> list[Written]:
     """Keep of some places, which held nothing before a run, those that it has written to.
 
     Args:
@@ -304,7 +307,7 @@ def _keep_written(
     return untouched
 
 
-def _is_written(place: Place, value: Any, before: Any, rounding: float) -> bool:
+def _is_written(place: Written, value: Any, before: Any, rounding: float) -> bool:
     """Whether a run wrote to a place that held nothing, or counted there.
 
     Args:

@@ -19,13 +19,16 @@ from ..calls.host_generators import HostGenerators
 from ..calls.iterators import Iterators
 from ..calls.leaves import without_memory
 from ..calls.objects import same
-from ..calls.places import MISSING, Place, kind_of, tensors_in
-from ..calls.sources import (
-    AttributesSource,
-    ClassPartsSource,
-    DictionarySource,
-    HolderSource,
-    Source,
+from ..calls.places import (
+    MISSING,
+    AttributesPlace,
+    ClassPartsPlace,
+    DictionaryPlace,
+    HolderPlace,
+    Place,
+    Written,
+    kind_of,
+    tensors_in,
 )
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
@@ -39,7 +42,7 @@ class StateChanges(CaptureError):
         places: if what these hold were an argument and a result, nothing else would change.
     """
 
-    places: tuple[Place, ...] = ()
+    places: tuple[Written, ...] = ()
 
 
 class PythonState:
@@ -82,12 +85,12 @@ class PythonState:
             for o in optimizers
         ]
         self._last: _Snapshot | None = None
-        self._places: list[Place] | None = None
-        self._written: list[Place] = []
+        self._places: list[Written] | None = None
+        self._written: list[Written] = []
         # What counters hold before the call counts for the first time, by the place's identity.
         self._bases: dict[int, int] = {}
 
-    def allow_writes(self, places: list[Place], written: list[Place]) -> None:
+    def allow_writes(self, places: list[Written], written: list[Written]) -> None:
         """Let the call write to attributes and items of dictionaries that it does not read.
 
         Args:
@@ -106,7 +109,7 @@ class PythonState:
         return next((place.name for place in self.places if place not in self._written), None)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[Written]:
         """Attributes and items to which the call may write."""
         return self._places or []
 
@@ -157,7 +160,7 @@ class PythonState:
 
     def _first_state(
         self, before: _Snapshot, now: _Snapshot, read: Container[int] | None
-    ) -> tuple[str | None, list[Place]]:
+    ) -> tuple[str | None, list[Written]]:
         """The name of something that changed and that a graph cannot repeat.
 
         With it, all such places, if others could give the call what they hold.
@@ -166,13 +169,13 @@ class PythonState:
         if places is None:
             return next((name for name, *_ in _changes(before, now)), None), []
         first: str | None = None
-        carried: list[Place] = []
+        carried: list[Written] = []
         rebound: set[int] = set()
-        for name, source, key, old, new in _changes(before, now, rebound):
-            if source is None:
+        for name, place, key, old, new in _changes(before, now, rebound):
+            if place is None:
                 return name, []
-            if not self._may_change(name, source, key, old, new, read):
-                other = _carried(name, source, key, old, new)
+            if not self._may_change(name, place, key, old, new, read):
+                other = _carried(name, place, key, old, new)
                 if other is None:
                     return name, []
                 first = first or name
@@ -181,14 +184,14 @@ class PythonState:
         return first, carried
 
     def _may_change(
-        self, name: str, source: Source, key: Any, old: Any, new: Any, read: Container[int] | None
+        self, name: str, place: Place, key: Any, old: Any, new: Any, read: Container[int] | None
     ) -> bool:
         """Whether a place that changed is one that the call may write to; new ones are kept."""
         places = self._places
         assert places is not None
-        if any(p.owner is source.owner and p.key == key for p in places):
+        if any(p.owner is place.owner and p.key == key for p in places):
             return True
-        found = None if read is None else _place(name, source, key, old, new, read)
+        found = None if read is None else _written(name, place, key, old, new, read)
         if found is None:
             return False
         if found.counts:
@@ -197,11 +200,11 @@ class PythonState:
         places.append(found)
         return True
 
-    def _at_first(self, place: Place) -> Any:
-        """What a place held before the first run."""
-        for source in self._kept.found.sources:
-            if source.owner is place.owner and _is_attribute(source) == place.is_attribute:
-                return source.held.get(place.key, MISSING)
+    def _at_first(self, written: Written) -> Any:
+        """What was there before the first run."""
+        for place in self._kept.found.places:
+            if place.owner is written.owner and type(place) is written.kind:
+                return place.held.get(written.key, MISSING)
         return MISSING
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
@@ -314,39 +317,35 @@ class _Snapshot:
         return self._generators.moved()
 
 
-def _labelled(sources: Iterable[Source]) -> Iterator[tuple[tuple[Any, ...], Source]]:
-    """Sources with what tells them apart; functions of a file read the same globals."""
+def _labelled(places: Iterable[Place]) -> Iterator[tuple[tuple[Any, ...], Place]]:
+    """Places with what tells them apart; functions of a file read the same globals."""
     counts: Counter[tuple[Any, ...]] = Counter()
-    for source in sources:
-        label = type(source), str(source.name), id(source.owner)
+    for place in places:
+        label = type(place), str(place.name), id(place.owner)
         counts[label] += 1
-        yield (*label, counts[label]), source
+        yield (*label, counts[label]), place
 
 
-def _is_attribute(source: Source) -> bool:
-    return type(source) in (AttributesSource, ClassPartsSource)
-
-
-def _place(
-    name: str, source: Source, key: Any, old: Any, new: Any, read: Container[int]
-) -> Place | None:
-    """A place that each run gives new tensors without reading the old ones, or may count in.
+def _written(
+    name: str, place: Place, key: Any, old: Any, new: Any, read: Container[int]
+) -> Written | None:
+    """A value that each run replaces by new tensors without reading the old ones, or may add to.
 
     None for others.
 
     Args:
-        name: of the place.
-        source: what holds it.
-        key: of the place.
-        old: what it held before the last run.
-        new: what that run left in it.
+        name: of the value.
+        place: what holds it.
+        key: under which it does.
+        old: what was there before the last run.
+        new: what that run left there.
         read: storages that the run has used from outside, by identity.
     """
-    if type(source) not in (AttributesSource, ClassPartsSource, DictionarySource):
+    if type(place) not in (AttributesPlace, ClassPartsPlace, DictionaryPlace):
         return None
     if type(old) is int and type(new) is int:
-        return Place(name, source.owner, key, _is_attribute(source), counts=True)
-    if type(source) is ClassPartsSource:
+        return Written(name, place.owner, key, type(place), counts=True)
+    if type(place) is ClassPartsPlace:
         return None
     kind = kind_of(new)
     if kind is None or MISSING in (old, new) or kind_of(old) != kind:
@@ -354,25 +353,25 @@ def _place(
     displaced = tensors_in(old)
     if not displaced or any(t.untyped_storage()._cdata in read for t in displaced):
         return None
-    return Place(name, source.owner, key, _is_attribute(source))
+    return Written(name, place.owner, key, type(place))
 
 
-def _carried(name: str, source: Source, key: Any, old: Any, new: Any) -> Place | None:
-    """A place whose value may be an argument and a result of the call, with tensors in it."""
-    if type(source) not in (AttributesSource, DictionarySource, HolderSource):
+def _carried(name: str, place: Place, key: Any, old: Any, new: Any) -> Written | None:
+    """A value with tensors in it that may be an argument and a result of the call."""
+    if type(place) not in (AttributesPlace, DictionaryPlace, HolderPlace):
         return None
     if isinstance(new, nn.Parameter):
         return None
     kinds = kind_of(old), kind_of(new)
     if None in kinds or not (tensors_in(old) or tensors_in(new)):
         return None
-    place = Place(name, source.owner, key, _is_attribute(source))
-    return place if place.is_plain else None
+    found = Written(name, place.owner, key, type(place))
+    return found if found.is_plain else None
 
 
 def _changes(
     before: _Snapshot, now: _Snapshot, rebound: Container[int] = ()
-) -> Iterator[tuple[str, Source | None, Any, Any, Any]]:
+) -> Iterator[tuple[str, Place | None, Any, Any, Any]]:
     """What differs between two snapshots: the name, what holds it, its key, and both values.
 
     Args:
@@ -380,25 +379,25 @@ def _changes(
         now: the later one.
         rebound: tensors, by identity, of which it is known that others took their places.
     """
-    known = dict(_labelled(now.found.sources))
-    for label, old in _labelled(before.found.sources):
-        source = known.get(label)
-        if source is None:
-            continue  # Another object took its place, which shows in the source that holds it.
-        if source.held.keys() != old.held.keys():
-            key = next(iter(source.held.keys() ^ old.held.keys()))
-            named = source.name if source.name.text else source.key_name(key)
+    known = dict(_labelled(now.found.places))
+    for label, old in _labelled(before.found.places):
+        place = known.get(label)
+        if place is None:
+            continue  # Another object took its place, which shows in the place that holds it.
+        if place.held.keys() != old.held.keys():
+            key = next(iter(place.held.keys() ^ old.held.keys()))
+            named = place.name if place.name.text else place.key_name(key)
             yield str(named), None, key, MISSING, MISSING
         # The order of attributes changes where those that calls set are put back meanwhile.
-        elif type(source) is DictionarySource and [*source.held] != [*old.held]:
-            yield f"the order of {source.name}", None, None, MISSING, MISSING
-        for key, value in source.held.items():
+        elif type(place) is DictionaryPlace and [*place.held] != [*old.held]:
+            yield f"the order of {place.name}", None, None, MISSING, MISSING
+        for key, value in place.held.items():
             if key in old.held and not same(old.held[key], value):
-                yield str(source.key_name(key)), source, key, old.held[key], value
-    for name, (tensor, place) in before.places.items():
+                yield str(place.key_name(key)), place, key, old.held[key], value
+    for name, (tensor, lies) in before.places.items():
         if id(tensor) in rebound:
             continue
-        if now.places.get(name, (None, None)) != (tensor, place) and name in now.places:
+        if now.places.get(name, (None, None)) != (tensor, lies) and name in now.places:
             yield name, None, None, tensor, tensor
     if (drawn := before.drawn()) is not None:
         yield drawn, None, None, None, None

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...calls.objects import build, given_now
 from ...calls.operations import default_generators
-from ...calls.places import Place, emptied
+from ...calls.places import Written, emptied
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..host_draws import Draw, draw_others, is_foreign, repeat
@@ -109,7 +109,7 @@ class SegmentTree:
         module: nn.Module,
         pool: MemoryPool,
         device: torch.device,
-        places: Sequence[Place] = (),
+        places: Sequence[Written] = (),
     ) -> None:
         self.root: Segment | None = None
         self.external: dict[int, torch.UntypedStorage] = {}
