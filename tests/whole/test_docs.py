@@ -27,7 +27,7 @@ ELSEWHERE = {
     "docs/moving-from/reduce-overhead.md": {"slow": 2},
 }
 # Pages that import many libraries.
-LONG = {"docs/how-to/libraries.md"}
+LONG = {"docs/how-to/generation.md", "docs/how-to/libraries.md"}
 # Text that no block above it prints: output of commands, and tables of measured times.
 NOT_COMPARED = {"docs/how-to/several-shapes.md": 1, "docs/how-to/operators.md": 1}
 # What differs from run to run.
