@@ -76,7 +76,7 @@ class DecodeSteps:
 
     def run(self, loop: EagerLoop, filled: int, steps: int) -> str | None:
         """Make all tokens that are left, at most `steps`; gives why they are chosen eagerly."""
-        processors = [static(each) for each in loop.logits_processor]
+        processors = [static(each, self.decoder.logits) for each in loop.logits_processor]
         why = _why_outside(loop, processors)
         if why is None:
             made = self._inside(loop, [each for each in processors if each], filled, steps)
