@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import graphwright as gw
+from graphwright.generation import custom_processors
 from graphwright.generation.custom_processors import of_scores_alone
 from graphwright.generation.processors import Tokens, static
 
@@ -182,6 +183,16 @@ class SharesAList(Base):
 
 
 @refused
+class CountsInADefault(Base):
+    def __call__(self, ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        return scores * self.counted()
+
+    def counted(self, seen: list[int] = []) -> int:  # noqa: B006 (the fault that is planted)
+        seen.append(1)
+        return len(seen)
+
+
+@refused
 class AddsAGlobalTensor(Base):
     def __call__(self, ids: Any, scores: torch.Tensor) -> torch.Tensor:
         return scores + BIAS
@@ -330,6 +341,13 @@ def test_what_does_more_has_none(kind: Any) -> None:
     assert of_scores_alone(kind(), drawn_scores()) is None
 
 
+class Slotted:
+    __slots__ = ()
+
+    def __call__(self, ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
 @pytest.mark.parametrize(
     "processor",
     [
@@ -338,6 +356,7 @@ def test_what_does_more_has_none(kind: Any) -> None:
         Scaled().__call__,
         torch.add,
         torch.nn.Identity(),
+        Slotted(),
     ],
 )
 def test_what_no_class_of_the_callers_describes_has_no_form(processor: Any) -> None:
@@ -358,6 +377,42 @@ def test_the_trial_leaves_no_trace(kind: Any) -> None:
     assert not vars(SharesAList)["shared"]
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(scores, values)
+
+
+def test_one_trial_is_enough_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    trial = custom_processors._runs_without_more
+    monkeypatch.setattr(custom_processors, "_ALLOWED", {})
+    monkeypatch.setattr(
+        custom_processors, "_runs_without_more", lambda *given: tried.append(1) or trial(*given)
+    )
+
+    def trials(processor: Any, scores: torch.Tensor) -> int:
+        before = len(tried)
+        of_scores_alone(processor, scores)
+        return len(tried) - before
+
+    first = Branching()
+    assert trials(first, drawn_scores()) == 1
+    assert trials(first, drawn_scores()) == 0
+    assert trials(first, torch.randn(2, 8)) == 1
+    first.none = 3
+    assert trials(first, drawn_scores()) == 1
+    assert of_scores_alone(first, drawn_scores()) is None
+    first.none = None
+    assert trials(first, drawn_scores()) == 0
+    first.bias = torch.zeros(8)
+    assert trials(first, drawn_scores()) == 1
+    monkeypatch.setattr(Base, "step", 3)
+    assert trials(first, drawn_scores()) == 1
+    monkeypatch.setitem(globals(), "FLOOR", -5.0)
+    assert trials(first, drawn_scores()) == 1
+    monkeypatch.setattr(Branching, "clamped", ReadsLength.__call__)
+    assert trials(first, drawn_scores()) == 1
+    assert len(custom_processors._ALLOWED) == len(tried)
+    monkeypatch.setattr(custom_processors, "_KEPT", 1)
+    assert trials(Branching(), drawn_scores()) == 1
+    assert len(custom_processors._ALLOWED) == 1
 
 
 def key(processor: Any) -> Any:

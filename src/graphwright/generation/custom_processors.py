@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +27,15 @@ _HARMLESS = {
     *("range", "reversed", "round", "slice", "sorted", "sum", "super", "tuple", "zip"),
 }
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_MODULES = ("torch", "math")
+# Whether a trial run went well, by all that it depends on: it takes some milliseconds.
+_ALLOWED: dict[Any, bool] = {}
+_KEPT = 256
 
 
+# PyTorch counts how often a tensor was written to.
+_writes = operator.attrgetter("_version")
+_NEVER_CALLED = ("__init__", "__annotate__", "__annotate_func__")
 # They add nothing to what a processor does.
 _BASES = (
     ("builtins", "object"),
@@ -35,7 +43,7 @@ _BASES = (
 )
 
 
-class _Refused(Exception):
+class _NotOfScoresAlone(Exception):
     """Something that has no place in a graph, or that a trial run would not see."""
 
 
@@ -50,56 +58,58 @@ def of_scores_alone(processor: Any, scores: torch.Tensor) -> tuple[tuple[Any, ..
         what is equal for two of the same results, as long as their copies live, and a copy that
         stays as it is when the processor changes.
     """
-    kind = type(processor)
     try:
-        for function in _functions(kind):
-            _check_names(function)
-        key = kind, _frozen(vars(processor))
-        _try(processor, scores)
-        return key, _copied(processor, lambda tensor: tensor)
-    except Exception:
-        # Whatever is wrong with it, transformers runs it as ever.
+        code = _code_of(type(processor))
+        key = type(processor), _frozen(processor.__dict__)
+        whole = key, code, _form(scores)
+        if whole not in _ALLOWED:
+            while len(_ALLOWED) >= _KEPT:
+                del _ALLOWED[next(iter(_ALLOWED))]
+            _ALLOWED[whole] = _runs_without_more(processor, scores)
+        return (key, _copied(processor, lambda tensor: tensor)) if _ALLOWED[whole] else None
+    except _NotOfScoresAlone:
         return None
 
 
-def _functions(kind: type) -> Iterator[types.FunctionType]:
-    """All code that a class brings along."""
-    if not isinstance(kind.__call__, types.FunctionType):
-        raise _Refused  # such as a function, whose code is no attribute of it
+def _code_of(kind: type) -> Any:
+    """All code that a class brings along, and what it names, as something to compare."""
+    if not isinstance(kind.__call__, types.FunctionType) or not kind.__dictoffset__:
+        raise _NotOfScoresAlone  # such as a function, whose code is no attribute of it
+    found = []
     for base in kind.__mro__:
         if (base.__module__, base.__name__) in _BASES:
             continue
         for name, value in vars(base).items():
             if isinstance(value, types.FunctionType):
-                if name != "__init__":
-                    yield value
+                if name not in _NEVER_CALLED:
+                    found.append((name, _function(value)))
             elif not name.startswith("__"):
-                _check_constant(value)
+                found.append((name, _constant(value)))
+    return tuple(found)
 
 
-def _check_names(function: types.FunctionType) -> None:
-    for name in _globals_of(function.__code__):
-        value = function.__globals__.get(name, _Refused)
-        if isinstance(value, types.ModuleType):
-            if value.__name__.partition(".")[0] not in ("torch", "math"):
-                raise _Refused
-        elif value is not _Refused:
-            _check_constant(value)
+def _function(function: types.FunctionType) -> Any:
+    named = []
+    for name in sorted(_globals_of(function.__code__)):
+        if name in function.__globals__:
+            named.append((name, _constant(function.__globals__[name])))
         elif name not in _HARMLESS:
-            raise _Refused
+            raise _NotOfScoresAlone
+    defaults = function.__defaults__, *(function.__kwdefaults__ or {}).values()
+    return function.__code__, tuple(named), _constant(defaults)
 
 
 @functools.lru_cache(maxsize=256)
 def _globals_of(code: types.CodeType) -> frozenset[str]:
     if set(code.co_freevars) - {"__class__"} or code.co_exceptiontable:
-        raise _Refused
+        raise _NotOfScoresAlone
     names = set()
     for each in dis.get_instructions(code):
         if each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME"):
-            raise _Refused
+            raise _NotOfScoresAlone
         # By __class__, __dict__ and the like code reaches anything.
         if each.opname.endswith(("ATTR", "METHOD")) and _is_hidden(str(each.argval)):
-            raise _Refused
+            raise _NotOfScoresAlone
         if each.opname == "LOAD_GLOBAL":
             names.add(str(each.argval))
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
@@ -110,26 +120,32 @@ def _is_hidden(name: str) -> bool:
     return name.startswith("__") and name not in ("__call__", "__init__")
 
 
-def _check_constant(value: Any) -> None:
-    """Raises _Refused unless a value that others see too is one that nobody changes in place."""
+def _constant(value: Any) -> Any:
+    """What others see too, and nobody changes in place, as something to compare."""
     if type(value) is tuple:
-        for each in value:
-            _check_constant(each)
-    elif type(value) not in _PLAIN:
-        raise _Refused
+        return tuple(map(_constant, value))
+    if type(value) in _PLAIN:
+        return _frozen(value)
+    if isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] in _MODULES:
+        return value.__name__
+    raise _NotOfScoresAlone
 
 
 def _frozen(value: Any) -> Any:
     """A plain value as something to compare; a tensor is the same if it is this one."""
     if isinstance(value, torch.Tensor):
-        return id(value)
+        return id(value), type(value), _form(value)
     if type(value) in _PLAIN:
         return type(value), repr(value)
     if type(value) in (list, tuple):
         return type(value), tuple(map(_frozen, value))
     if type(value) is dict:
         return dict, tuple((_frozen(key), _frozen(each)) for key, each in value.items())
-    raise _Refused
+    raise _NotOfScoresAlone
+
+
+def _form(tensor: torch.Tensor) -> Any:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _copied(processor: Any, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -149,8 +165,8 @@ def _copied(processor: Any, tensor: Callable[[torch.Tensor], torch.Tensor]) -> A
     return own
 
 
-def _try(processor: Any, scores: torch.Tensor) -> None:
-    """Run a processor without tokens and without data; raises if a graph could not repeat it."""
+def _runs_without_more(processor: Any, scores: torch.Tensor) -> bool:
+    """Run a processor without tokens and without data; gives whether a graph could repeat it."""
     fakes = FakeTensorMode()
     made = []
 
@@ -158,21 +174,22 @@ def _try(processor: Any, scores: torch.Tensor) -> None:
         made.append(fakes.from_tensor(tensor))
         return made[-1]
 
-    own = _copied(processor, fake)
-    before, versions = _frozen(vars(own)), [each._version for each in made]
-    with torch.no_grad(), fakes, _Trial():
-        result = own(_Untouchable(), fakes.from_tensor(scores))
-    form = scores.shape, scores.dtype, scores.device
-    if (
-        not isinstance(result, torch.Tensor)
-        or (result.shape, result.dtype, result.device) != form
-        or _frozen(vars(own)) != before
-        or [each._version for each in made] != versions
-    ):
-        raise _Refused
+    try:
+        own = _copied(processor, fake)
+        before, writes = _frozen(vars(own)), list(map(_writes, made))
+        with torch.no_grad(), fakes, _TrialOperations():
+            result = own(_Untouchable(), fakes.from_tensor(scores))
+        form = result.shape, result.dtype, result.device
+        return (
+            form == (scores.shape, scores.dtype, scores.device)
+            and _frozen(vars(own)) == before
+            and list(map(_writes, made)) == writes
+        )
+    except Exception:
+        return False  # whatever is wrong with it, transformers runs it as ever
 
 
-class _Trial(TorchDispatchMode):
+class _TrialOperations(TorchDispatchMode):
     """Refuses operations that a graph would not repeat."""
 
     def __init__(self) -> None:
@@ -180,16 +197,16 @@ class _Trial(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Refused
+            raise _NotOfScoresAlone
         result = func(*args, **(kwargs or {}))
         # A list that becomes a tensor is copied from the host, which a GPU's graph cannot do.
         if func is torch.ops.aten.lift_fresh.default and result.ndim > 0:
-            raise _Refused
+            raise _NotOfScoresAlone
         return result
 
 
 def _refuse(*args: Any) -> NoReturn:
-    raise _Refused
+    raise _NotOfScoresAlone
 
 
 class _Untouchable:
