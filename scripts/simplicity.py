@@ -49,9 +49,13 @@ def found_in(files: Mapping[str, str]) -> Found:
                 classes[node.name] = classes.get(node.name, 0) + 1
     found["class names"] = {name: count for name, count in classes.items() if count > 1}
     own = {name: _private_names(tree) for name, tree in trees.items()}
+    functions = {name: _private_functions(tree) for name, tree in trees.items()}
     for name, tree in trees.items():
-        others = set().union(*(names for other, names in own.items() if other != name)) - own[name]
-        foreign = sum(_is_foreign(node, others) for node in ast.walk(tree))
+        others, modules, imported = _others(own, name), _others(functions, name), _imported(tree)
+        foreign = sum(
+            _is_foreign(node, others) or _is_of_module(node, modules, imported)
+            for node in ast.walk(tree)
+        )
         if foreign:
             found["private attributes"][name] = foreign
         for place, node in _definitions(tree):
@@ -116,17 +120,38 @@ def attributes(cls: ast.ClassDef) -> set[str]:
     return declared | given
 
 
-def _private_names(tree: ast.AST) -> set[str]:
-    """Private names that a file defines: of functions, classes and attributes."""
+def _private_names(tree: ast.Module) -> set[str]:
+    """Private names that a file's classes define: of methods and attributes."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)) and node not in tree.body:
             found.add(node.name)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             found.add(node.target.id)
         elif _is_given(node):
             found.add(node.attr)
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+    return set(filter(_is_private, found))
+
+
+def _private_functions(tree: ast.Module) -> set[str]:
+    """Private functions and classes of a file's own, which are no attributes but the module's."""
+    found = (node.name for node in tree.body if isinstance(node, (*_FUNCTIONS, ast.ClassDef)))
+    return set(filter(_is_private, found))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _others(names: Mapping[str, set[str]], mine: str) -> set[str]:
+    """What the other files define and a file itself does not."""
+    return set().union(*(each for file, each in names.items() if file != mine)) - names[mine]
+
+
+def _imported(tree: ast.AST) -> set[str]:
+    """What a file imports, by the names that it gives it."""
+    imports = (node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)))
+    return {each.asname or each.name for node in imports for each in node.names}
 
 
 def _is_given(node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -143,15 +168,29 @@ def _is_given(node: ast.AST) -> TypeGuard[ast.Attribute]:
 _LIBRARIES = frozenset(("torch", "np", "sys", "os", "pytree", "dynamo", "inductor"))
 
 
+# PyTorch's own names, which a class of ours that stands for a module has too.
+_OF_PYTORCH = frozenset(("_version",))
+
+
 def _is_foreign(node: ast.AST, others: set[str]) -> bool:
     """Whether a node reads or writes a private attribute that only other files define."""
-    if not isinstance(node, ast.Attribute) or node.attr not in others:
+    if not isinstance(node, ast.Attribute) or node.attr not in others - _OF_PYTORCH:
         return False
     root: ast.AST = node.value
     while isinstance(root, ast.Attribute):
         root = root.value
     name = root.id if isinstance(root, ast.Name) else ""
     return name not in _LIBRARIES and not (name in ("self", "cls") and root is node.value)
+
+
+def _is_of_module(node: ast.AST, modules: set[str], imported: set[str]) -> bool:
+    """Whether a node reads a private function of a module that the file imports."""
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in modules
+        and isinstance(node.value, ast.Name)
+        and node.value.id in imported - _LIBRARIES
+    )
 
 
 def listed() -> Found:

@@ -96,6 +96,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_CALLS_PER_BLOCK", 10)
     monkeypatch.setattr("graphwright.evaluation.measurement.TELLING_S_EACH", 0.0)
     # What else runs here decides nothing: only planted samples are unsteady.
+    monkeypatch.setattr("graphwright.tuning.final_rounds.MOST_SETS", 1)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_SPREAD", math.inf)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_HELD_UP_SHARE", math.inf)
     # Neither which passes a test sees nor what answers its calls must depend on a time.

@@ -32,7 +32,7 @@ from graphwright.shapes.dimensions import Dimensions
 from graphwright.shapes.dynamic_signature import DynamicSignature
 from graphwright.shapes.family import ShapeFamily
 from graphwright.shapes.proof import Prover
-from graphwright.shapes.sampler import Change
+from graphwright.shapes.sampler import ValueChange
 from graphwright.shapes.selection import BucketSelector
 
 TABLE = pytest.mark.parametrize
@@ -938,14 +938,14 @@ def test_masks_with_a_declared_value_are_tried_without_padding_and_with_little(
     generator = torch.Generator().manual_seed(0)
     seen = {how: sampler.changed((2, 6), how, generator) for how in sampler.changes()}
     assert len({float(leaves[0].sum()) for leaves in seen.values()}) > 3
-    for how in (Change.NONE, Change.NEGATED, Change.SCALED):
+    for how in (ValueChange.NONE, ValueChange.NEGATED, ValueChange.SCALED):
         assert torch.equal(seen[how][1], mask)
-    for how in (Change.FLIPPED, Change.MIXED):
+    for how in (ValueChange.FLIPPED, ValueChange.MIXED):
         assert bool((seen[how][1] == valid).all())
-    some = seen[Change.SHUFFLED][1] == valid
+    some = seen[ValueChange.SHUFFLED][1] == valid
     assert some.tolist() == [[True] * 6, [True] * 3 + [False] * 3]
     # Nothing attends to a row that is masked as a whole.
-    assert bool((sampler.changed((2, 1), Change.SHUFFLED, generator)[1] == valid).all())
+    assert bool((sampler.changed((2, 1), ValueChange.SHUFFLED, generator)[1] == valid).all())
 
 
 def test_what_is_padding_in_the_sample_stays_so(device: torch.device) -> None:
@@ -964,7 +964,7 @@ def test_what_is_padding_in_the_sample_stays_so(device: torch.device) -> None:
             assert torch.equal(leaves[0] == -1, x == -1)
             assert torch.equal(leaves[1], ids)
             assert torch.equal(leaves[2], added)
-            assert (how is Change.NONE) or not torch.equal(leaves[0], x)
+            assert (how is ValueChange.NONE) or not torch.equal(leaves[0], x)
 
 
 @TABLE("fn", [lambda x: x.amax(1), lambda x: (x < 0).all(1), lambda x: (x >= 0).any(1)])

@@ -15,7 +15,7 @@ from torch import nn
 from graphwright.calls.snapshots import Call, ModuleState, clone_leaves, same_bits
 from graphwright.errors import ModelFailed, SignatureError, VerificationError
 from graphwright.evaluation.reference import Reference, reference
-from graphwright.evaluation.verification import Verdict, verify
+from graphwright.evaluation.verification import Verification, agrees, verify
 
 
 def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
@@ -23,7 +23,9 @@ def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
     return reference(model, model, Call("the sample", args, kwargs), tolerance=tolerance)
 
 
-def judge(make: Callable[[nn.Module], Callable[..., Any]], model: nn.Module, *args: Any) -> Verdict:
+def judge(
+    make: Callable[[nn.Module], Callable[..., Any]], model: nn.Module, *args: Any
+) -> Verification:
     return verify(make(model), made(model, *args))
 
 
@@ -33,6 +35,26 @@ def test_eager_itself_is_right(device: torch.device) -> None:
     assert verdict.ok
     assert verdict.error is not None
     assert verdict.error.rms < 1e-5
+
+
+def test_whether_results_agree_takes_a_call_a_case() -> None:
+    model, calls = Small().eval(), []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return model(x)
+
+    ref = made(model, torch.randn(4, 16))
+    assert agrees(counted, ref)
+    assert len(calls) == len(ref.cases)
+    assert not agrees(lambda x: model(x) * 1.01, ref)
+
+
+def test_whether_results_agree_leaves_the_module_as_it_was() -> None:
+    model = Counting()
+    ref = made(model, torch.randn(4))
+    assert agrees(model, ref)
+    assert model.count == 0
 
 
 def test_another_order_of_summation_is_right(device: torch.device) -> None:

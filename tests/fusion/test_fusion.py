@@ -35,7 +35,7 @@ from graphwright.fusion.passes.linears import ACTIVATIONS, GATES, PADDED, PATCHE
 from graphwright.fusion.passes.norms import NORMS, RESIDUALS
 from graphwright.fusion.passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from graphwright.fusion.sharing import share_constants
-from graphwright.fusion.tracing import Untraceable, trace
+from graphwright.fusion.tracing import NotTraced, trace
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -1285,7 +1285,7 @@ def test_what_writes_to_its_arguments_is_left_as_it_is() -> None:
     for work in (lambda self, x: x.mul_(2) + 1, lambda self, x: self.count.add_(1) + x):
         model = Model(work)
         model.register_buffer("count", torch.zeros(1))
-        with pytest.raises(Untraceable, match="writes to what is not the call's own"):
+        with pytest.raises(NotTraced, match="writes to what is not the call's own"):
             trace(model, (images(),), {})
         assert model.count == 0
         twin, x = copy.deepcopy(model), images()

@@ -348,3 +348,35 @@ def test_a_model_in_training_mode_generates_as_ever() -> None:
     generator = gw.graph_generate(model)
     with pytest.warns(gw.FallbackWarning, match="the model is in training mode"):
         agree(model, generator, prompts(2) | ASKED)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_random_numbers_go_on_as_after_the_model_s_own_call(ends: bool) -> None:
+    """A launch that goes beyond the end draws numbers that nobody sees; they are given back."""
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=4)
+    asked = prompts(2) | {"do_sample": True, "max_new_tokens": 11}
+    if ends:
+        asked["eos_token_id"] = list(range(20))
+    for seed in range(3):
+        found = []
+        for each in (model, generator):
+            torch.manual_seed(seed)
+            found.append((each.generate(**asked), each.generate(**asked), torch.rand(3)))
+        for its, mine in zip(*found, strict=True):
+            assert torch.equal(its, mine)
+
+
+def test_what_is_no_distribution_is_refused_as_the_model_refuses_it() -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    # No end yet, and the likelier an end the longer the text: infinity times zero.
+    asked = prompts(2) | {
+        "do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "eos_token_id": 3,
+        "exponential_decay_length_penalty": (1, 1.5),
+    }  # fmt: skip
+    for each in (model, generator):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            each.generate(**asked)
+    # The next call is as ever.
+    agree(model, generator, prompts(2) | ASKED)

@@ -159,6 +159,26 @@ def test_a_tensor_that_looks_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatc
     assert not watch.COMPILED
 
 
+AUTOCAST, MODES = (lambda: torch.is_autocast_enabled("cpu")), torch._C._len_torch_function_stack
+
+
+@pytest.mark.parametrize(
+    ("heeded", "right"), [((AUTOCAST, MODES), True), ((MODES,), False), ((AUTOCAST,), False)]
+)
+def test_what_answers_in_another_mode_is_not_used(
+    heeded: tuple[Callable[[], object], ...], right: bool
+) -> None:
+    def arguments(*given: object) -> Callable[..., object]:
+        made_in = [read() for read in heeded]
+
+        def made(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            return [*args, *kwargs.values()] if [read() for read in heeded] == made_in else None
+
+        return made
+
+    assert compiled_checks._tells_modes(arguments) is right
+
+
 def wait_for(done: Callable[[], bool]) -> None:
     until = time.monotonic() + 240
     while not done():

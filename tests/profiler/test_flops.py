@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graphwright as gw
 from graphwright.profiler.flops import formulas, holds_products
-from graphwright.profiler.observation import Observer, Operation
+from graphwright.profiler.observation import ObservedOperation, WorkObserver
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,8 @@ def encoder() -> nn.Module:
     return nn.TransformerEncoder(layer, 2).eval()
 
 
-def observed(call: Callable[[], object]) -> list[Operation]:
-    observer = Observer({})
+def observed(call: Callable[[], object]) -> list[ObservedOperation]:
+    observer = WorkObserver({})
     with torch.no_grad(), observer:
         call()
     return [operation for operation in observer.operations if operation.flops]

@@ -10,7 +10,7 @@ from test_verdict import GPU, US
 from torch import nn
 
 import graphwright as gw
-from graphwright.profiler.trace import Kernel, Traced
+from graphwright.profiler.trace import Kernel, TracedCall
 from graphwright.profiler.verdict import Cause
 
 Plant = Callable[..., gw.Profile]
@@ -29,7 +29,7 @@ def _plant(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Plant:
     ) -> gw.Profile:
         room = "graphwright.profiler.profiler"
         kernels = tuple(Kernel("k", n * each, each, n, kind) for n in range(4))
-        trace = Traced(
+        trace = TracedCall(
             kernels=kernels,
             launches=4,
             operation_s=dict.fromkeys(range(4), each),

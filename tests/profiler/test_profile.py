@@ -22,7 +22,7 @@ from graphwright.profiler import roofs as roof_room
 from graphwright.profiler.roofs import roofs_of
 from graphwright.profiler.sentences import told
 from graphwright.profiler.timing import thread_times
-from graphwright.profiler.trace import Traced
+from graphwright.profiler.trace import TracedCall
 from graphwright.profiler.verdict import Cause, CpuFigures, of_cpu
 from graphwright.profiler.waits import WaitClock
 from graphwright.report.table import duration
@@ -167,7 +167,7 @@ def test_a_call_has_one_time(profiled: gw.Profile) -> None:
 def test_another_number_of_threads_is_told_as_a_factor() -> None:
     threads = thread_times(1, [{1: 2e-3, 4: 1e-3}] * 9, cores=8)
     figures = CpuFigures(2e-3, 2e-4, 1e-4, {Cause.MEMORY: 1.7e-3}, threads)
-    assert told(of_cpu(figures), figures, [], Traced()) == (
+    assert told(of_cpu(figures), figures, [], TracedCall()) == (
         "The call is bound by too few threads. Operations compute and move data for 85% of it, "
         "starting them takes 5%, Python between them 10%. With 4 threads in place of 1 it is 2.00 "
         "times as fast."

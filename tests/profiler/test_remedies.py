@@ -16,7 +16,7 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.profiler.comparison import compared
 from graphwright.profiler.remedies import Known, Remedy, for_cpu, for_gpu, removable_by_fusion
 from graphwright.profiler.roofs import Roofs
-from graphwright.profiler.trials import Trial
+from graphwright.profiler.trials import FormTrial
 from graphwright.profiler.verdict import Cause, CpuFigures
 from graphwright.report.result import Results, Row, Status
 from graphwright.tuning import tuner
@@ -50,7 +50,7 @@ def test_reads_leave_no_single_graph() -> None:
 def test_ranges_are_no_wider_than_promised() -> None:
     chain = [operation(), operation(), operation(flops=10**9, pointwise=False), operation()]
     seconds = dict(enumerate([200 * US, 200 * US, 100 * US, 400 * US]))
-    trials = {"bf16": Trial(100 * US, 20 * US, 0.0)}
+    trials = {"bf16": FormTrial(100 * US, 20 * US, 0.0)}
     figures = gpu(1000, 100, 900, parts={Cause.MEMORY: 800 * US, Cause.ARITHMETIC: 100 * US})
     remedies = for_gpu(
         figures, known(*chain, seconds=seconds, trials=trials, queued_s=900 * US, kernels=4)
@@ -64,7 +64,7 @@ def test_ranges_are_no_wider_than_promised() -> None:
 
 def test_what_the_host_takes_is_not_gained_on_the_device() -> None:
     """A launch-bound call is no faster with faster kernels, but its graph is."""
-    trials = {"bf16": Trial(250 * US, 50 * US, 0.0)}
+    trials = {"bf16": FormTrial(250 * US, 50 * US, 0.0)}
     remedy = named(for_gpu(gpu(1000, 990, 300), known(trials=trials, queued_s=300 * US)))["bf16"]
     assert remedy.high == pytest.approx(1000 / 990)
     assert remedy.under_graph is not None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_verdict import operation
 
-from graphwright.profiler.trace import CALL, MARK, MARKED, Traced, named, parse, timeline
+from graphwright.profiler.trace import CALL, MARK, MARKED, TracedCall, named, parse, timeline
 
 US = 1e-6
 
@@ -57,11 +57,11 @@ def planted() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(name="parsed")
-def _parsed() -> Traced:
+def _parsed() -> TracedCall:
     return parse(planted())
 
 
-def test_the_host_s_time_is_divided(parsed: Traced) -> None:
+def test_the_host_s_time_is_divided(parsed: TracedCall) -> None:
     assert parsed.window_s == pytest.approx(100 * US)
     assert parsed.waiting_s == pytest.approx(25 * US)
     assert parsed.python_s == pytest.approx(40 * US)  # 0-10, 30-40 and 80-100
@@ -69,11 +69,11 @@ def test_the_host_s_time_is_divided(parsed: Traced) -> None:
     assert parsed.launches == 2
 
 
-def test_the_device_s_time_is_a_union(parsed: Traced) -> None:
+def test_the_device_s_time_is_a_union(parsed: TracedCall) -> None:
     assert parsed.busy_s == pytest.approx(42 * US)
 
 
-def test_kernels_belong_to_operations(parsed: Traced) -> None:
+def test_kernels_belong_to_operations(parsed: TracedCall) -> None:
     assert parsed.operation_s == {0: pytest.approx(40 * US), 1: pytest.approx(2 * US)}
     assert [kernel.kind for kernel in parsed.kernels[:2]] == ["kernel", "to host"]
     outside = [kernel for kernel in parsed.kernels if kernel.operation is None]
@@ -99,18 +99,18 @@ def test_other_threads_operations_are_no_python() -> None:
 
 
 def test_nothing_is_made_of_nothing() -> None:
-    assert parse([]) == Traced()
+    assert parse([]) == TracedCall()
     assert timeline([]) == []
 
 
-def test_a_timeline_has_lanes_for_host_and_device(parsed: Traced) -> None:
+def test_a_timeline_has_lanes_for_host_and_device(parsed: TracedCall) -> None:
     bars = timeline(parsed.events)
     lanes = {bar.lane for bar in bars}
     assert lanes == {"host: operations", "host: waiting", "device: kernels", "device: copies"}
     assert [bar.name for bar in bars if bar.lane == "device: kernels"] == ["gemm"]
 
 
-def test_marks_bear_the_names_of_modules(parsed: Traced) -> None:
+def test_marks_bear_the_names_of_modules(parsed: TracedCall) -> None:
     operations = [operation(name="aten::mm", module="head"), operation(name="aten::item")]
     titles = [each["name"] for each in named(parsed.events, operations)]
     assert "head: aten::mm" in titles

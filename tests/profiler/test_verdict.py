@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from graphwright.profiler.observation import Operation
+from graphwright.profiler.observation import ObservedOperation
 from graphwright.profiler.roofs import Roofs
 from graphwright.profiler.timing import ThreadTimes, thread_times
 from graphwright.profiler.trace import Kernel
@@ -41,7 +41,7 @@ CPU = Roofs(
 )
 
 
-def operation(**changes: object) -> Operation:
+def operation(**changes: object) -> ObservedOperation:
     known: dict[str, object] = {
         "name": "aten::add",
         "module": "",
@@ -57,7 +57,7 @@ def operation(**changes: object) -> Operation:
         "pointwise": True,
         "backward": False,
     }
-    return Operation(**{**known, **changes})  # type: ignore[arg-type]
+    return ObservedOperation(**{**known, **changes})  # type: ignore[arg-type]
 
 
 def gpu(call: float, host: float, device: float, **others: object) -> GpuFigures:

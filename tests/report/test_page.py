@@ -24,7 +24,7 @@ from graphwright.cli.main import main
 from graphwright.errors import GraphwrightError
 from graphwright.report.benchmark_page import benchmark_to_page, is_benchmark
 from graphwright.report.markup import element, html, sort_key, table
-from graphwright.report.plots import Group, Line, Mark, draw, rows
+from graphwright.report.plots import Group, Mark, PlotRow, draw, rows
 from graphwright.report.report import Report
 from graphwright.report.result import Status
 
@@ -299,7 +299,7 @@ def test_a_table_scrolls_by_itself_and_marks_the_choice() -> None:
 
 
 def one_plot() -> str:
-    groups = [Group("", [Line("a" * 60, "1 s", [Mark(1.0, 0.5, 1.5, hint="a hint")])])]
+    groups = [Group("", [PlotRow("a" * 60, "1 s", [Mark(1.0, 0.5, 1.5, hint="a hint")])])]
     return rows("plot", "a plot", groups, "seconds", "{:.2g}".format)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.checker.finding import Finding, Place, Severity
 from graphwright.checker.report import CheckReport
-from graphwright.profiler.observation import Operation
+from graphwright.profiler.observation import ObservedOperation
 from graphwright.profiler.plots import roofline
 from graphwright.profiler.roofs import Roofs
 from graphwright.profiler.table import Measured
@@ -385,7 +385,7 @@ def product(precision: str, intensity: float, rate: float) -> Measured:
     """A product of some FLOPs a byte at so many FLOP/s."""
     flops, nbytes = int(1e9 * intensity), int(1e9)
     plain = (False, False, "", False, False)
-    found = Operation("aten::mm", "", None, nbytes, flops, precision, precision, (), *plain)
+    found = ObservedOperation("aten::mm", "", None, nbytes, flops, precision, precision, (), *plain)
     return Measured(found, flops / rate, 0, "arithmetic")
 
 

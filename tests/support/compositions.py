@@ -1638,7 +1638,6 @@ def ours_expected(*, real: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error" if real else "ignore")
         warnings.filterwarnings("ignore", "(?s).*runs? eagerly")
-        warnings.filterwarnings("ignore", "(?s).*runs a call without graphs")
         warnings.filterwarnings("ignore", "(?s).*what was gained is lost")
         warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
         for told in _EAGER_S_OWN:

@@ -26,7 +26,7 @@ from graphwright.calls.host_generators import HostGenerators
 from graphwright.calls.iterators import Iterators
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning.workers.fork_server import CANDIDATE
-from graphwright.tuning.workers.pool import Limits, WorkerPool
+from graphwright.tuning.workers.pool import TrialLimits, WorkerPool
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -61,7 +61,7 @@ def short_for(*names: str, timeout_s: float = 4.0) -> Iterator[None]:
     """
     start = WorkerPool._start
 
-    def started(pool: WorkerPool, job: Any, limits: Limits) -> Any:
+    def started(pool: WorkerPool, job: Any, limits: TrialLimits) -> Any:
         if job.candidates[0].name in names:
             limits = replace(limits, timeout_s=timeout_s)
         return start(pool, job, limits)

@@ -791,7 +791,7 @@ def test_an_optimizer_of_one_s_own_that_counts_is_refused(device: torch.device) 
     assert all(map(torch.equal, weights(model), before))
 
 
-@pytest.mark.filterwarnings("ignore:A step runs eagerly.*mine:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:The step .* runs eagerly.*mine:graphwright.FallbackWarning")
 def test_a_step_that_failed_once_is_a_graph_again(device: torch.device) -> None:
     model, fails = net(device), [False]
     optimizer = sgd(model)
@@ -879,7 +879,9 @@ def test_state_that_a_step_makes_itself_is_refused(device: torch.device) -> None
     assert all(map(torch.equal, weights(model), before))
 
 
-@pytest.mark.filterwarnings("ignore:A step runs eagerly.*sets the learning rate:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The step .* runs eagerly.*sets the learning rate:graphwright.FallbackWarning"
+)
 def test_a_step_that_sets_another_rate_each_time_leaves_it_set(device: torch.device) -> None:
     model, rate = net(device), [0.1]
     optimizer = sgd(model)

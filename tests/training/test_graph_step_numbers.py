@@ -526,7 +526,7 @@ def test_numbers_that_are_read_end_in_eager_steps_with_one_warning(
     device: torch.device, clock: Any
 ) -> None:
     expected, _ = train(host, decays, device, graphed=False, steps=40)
-    with pytest.warns(RuntimeWarning, match="weight_decay of OnHost has changed") as caught:
+    with pytest.warns(gw.FallbackWarning, match="weight_decay of OnHost has changed") as caught:
         actual, graphed = train(host, decays, device, graphed=True, steps=40)
     assert all(map(torch.equal, actual, expected))
     assert graphed.statistics.captures <= 6
@@ -587,7 +587,7 @@ def test_numbers_of_parameters_in_half_precision_stay_constants(
         return [*seen, *(p.detach() for p in model.parameters())], step
 
     expected, _ = run(False)
-    with pytest.warns(RuntimeWarning, match="not all parameters are in float32 or float64"):
+    with pytest.warns(gw.FallbackWarning, match="not all parameters are in float32 or float64"):
         actual, graphed = run(True)
     assert all(map(torch.equal, actual, expected))
     assert graphed.statistics.captures <= 6
@@ -632,7 +632,9 @@ def test_a_loss_that_reads_a_number_keeps_its_dtype(device: torch.device) -> Non
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:A step runs eagerly.*cannot be captured:RuntimeWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The step .* runs eagerly.*cannot be captured:graphwright.FallbackWarning"
+)
 def test_a_tensor_of_the_user_s_in_place_of_a_number_is_not_overlooked() -> None:
     def change(optimizer: Any, index: int) -> None:
         group = optimizer.param_groups[0]

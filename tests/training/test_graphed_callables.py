@@ -602,7 +602,7 @@ def test_a_forward_too_many_is_eager_and_counted(device: torch.device) -> None:
         if turn:
             mine += [graphed(x) for x in xs[2:]]
         else:
-            with pytest.warns(UserWarning, match="activation_sets=3"):
+            with pytest.warns(gw.FallbackWarning, match="activation_sets=3"):
                 mine.append(graphed(xs[2]))
             mine.append(graphed(xs[3]))  # That is said once.
         torch.manual_seed(turn)
@@ -621,7 +621,7 @@ def test_a_forward_too_many_is_eager_and_counted(device: torch.device) -> None:
     assert statistics(graphed).replays == 5
 
 
-@pytest.mark.filterwarnings("ignore:.*runs a forward without graphs")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:graphwright.FallbackWarning")
 def test_calls_without_gradients_overwrite_nothing_that_waits(device: torch.device) -> None:
     for sets, replays in ((2, 3), (1, 1)):
         graphed, eager = pair_of(mlp, device)
@@ -752,7 +752,7 @@ def test_a_forward_that_nothing_came_of_frees_its_set(device: torch.device) -> N
     assert statistics(graphed) == TrainingCallStatistics(replays=8, captures=1)
 
 
-@pytest.mark.filterwarnings("ignore:.*runs a forward without graphs")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:graphwright.FallbackWarning")
 def test_a_forward_in_a_backward_adds_no_set(device: torch.device) -> None:
     graphed, eager = pair_of(mlp, device)
     sample = rand(device, 6, 8, grad=True)
@@ -796,7 +796,7 @@ def test_a_limit_of_the_pool_leaves_forwards_eager(device: torch.device) -> None
             found.append([torch.autograd.grad(loss, x)[0] for loss in losses])
         same(*found)
 
-    with pytest.warns(UserWarning, match=r"(?s)runs a forward without graphs.*limit"):
+    with pytest.warns(gw.FallbackWarning, match=r"(?s)runs eagerly.*limit"):
         check(2)
     check(3)
     why = "another activation set does not fit under the pool's limit"
@@ -880,7 +880,7 @@ def test_a_set_that_cannot_be_added_changes_nothing(
                     module(xs[1])
                 assert torch.equal(torch.get_rng_state(), state)
             else:
-                with pytest.warns(UserWarning, match="could not be captured"):
+                with pytest.warns(gw.FallbackWarning, match="could not be captured"):
                     losses[-1].append(module(xs[1]))
             fails.side_effect = None
             assert settled(pool) == before[0]
@@ -899,7 +899,7 @@ def test_a_set_that_cannot_be_added_changes_nothing(
         assert found == TrainingCallStatistics(replays=1, captures=1, eager={why: 2})
 
 
-@pytest.mark.filterwarnings("ignore:.*runs a forward without graphs")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:graphwright.FallbackWarning")
 def test_forwards_beyond_the_sets_seldom_collect_garbage(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1040,7 +1040,7 @@ def test_a_step_between_forward_and_backward_is_an_error(device: torch.device) -
         loss.backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*runs a forward without graphs")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:graphwright.FallbackWarning")
 @pytest.mark.parametrize("most", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_orders_equal_eager(seed: int, most: int, device: torch.device) -> None:
@@ -1117,7 +1117,9 @@ def test_another_kind_of_call_is_captured(device: torch.device) -> None:
 def test_another_kind_of_call_is_eager_or_an_error(device: torch.device) -> None:
     layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
     gw.make_graphed_callables(layer, (rand(device, 8, 8),), on_miss="eager")
-    both(layer, eager, rand(device, 1, 8))
+    told = "runs eagerly for this kind of call, since no graph fits: args.0. is .* Its statistics"
+    with pytest.warns(gw.FallbackWarning, match=told):
+        both(layer, eager, rand(device, 1, 8))
     same_state(layer, eager)
     assert statistics(layer).eager == {"no graph fits": 1}
     strict = gw.make_graphed_callables(lambda x: x * 2, (rand(device, 8, 8),), on_miss="error")
@@ -1148,7 +1150,7 @@ def test_a_kind_that_cannot_be_captured_is_eager(device: torch.device) -> None:
 
     graphed = gw.make_graphed_callables(fn, (rand(device, 4, grad=True),))
     x = rand(device, 2, grad=True)
-    with pytest.warns(UserWarning, match="without graphs"):
+    with pytest.warns(gw.FallbackWarning, match="since it cannot be captured: .*item"):
         same(graphed(x), fn(x))
     both(graphed, fn, x)
     assert statistics(graphed).eager == {"it cannot be captured": 2}

@@ -250,7 +250,7 @@ def test_an_answer_is_waited_for_no_longer_than_the_budget_lasts() -> None:
     starts = ColdStarts(Mock(), {}, Mock(), 600.0, began + 0.05)
     reading, writing = os.pipe()
     with open(reading, "rb", buffering=0) as ours, open(writing, "wb", buffering=0):
-        with pytest.raises(cold_start._Refused) as refused:
+        with pytest.raises(cold_start._NoRightAnswer) as refused:
             starts._read_answer(ours)
     assert refused.value.status is Status.NOT_TRIED
     assert refused.value.reason == "the budget was spent before its first answer was timed"

@@ -32,7 +32,7 @@ from graphwright.strategies.base import Availability, Built
 from graphwright.strategies.registry import parse_candidates
 from graphwright.tuning.workers import pool
 from graphwright.tuning.workers.pool import WorkerPool
-from graphwright.tuning.workers.settings import Settings
+from graphwright.tuning.workers.settings import ProcessSettings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are forked on Linux")
 
@@ -207,7 +207,7 @@ def test_a_candidate_that_ends_the_fork_server_is_told_from_the_others_of_its_gr
 
 @pytest.mark.slow
 def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
-    limits = gw.tuning.workers.pool.Limits(5.0, 800 << 20, shared=True)
+    limits = gw.tuning.workers.pool.TrialLimits(5.0, 800 << 20, shared=True)
     assert limits.split(4).host_bytes == 200 << 20
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool.cores", lambda: 4)
@@ -427,7 +427,7 @@ def test_settings_are_the_caller_s(tmp_path: Path) -> None:
         model, x = Small().eval(), torch.randn(4, 16)
         with torch.no_grad(), torch.device("meta"):
             gw.tune(model, (x,), strategies=[Planted("settings", planted.Tells(str(file)))])
-            here = Settings.current()
+            here = ProcessSettings.current()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)

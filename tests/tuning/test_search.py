@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -382,7 +383,7 @@ def test_budgets_that_are_advised_are_for_all_before_as_well(
     terms = Terms(False, 600.0, None, 20.0, deadline=time.monotonic() + 10.5)
     screening = Screening(nn.Linear(2, 2), CPU, search, terms, str)
     monkeypatch.setattr(screening, "_in_this_process", lambda candidate, _: row("eager", EAGER_S))
-    found = {each.strategy: each for each in screening.rows(Mock(), Mock())}
+    found = {each.strategy: each for each in screening.rows(Mock(samples=[]), Mock())}
     # 17 s and 22 s are needed, and 10.5 s are left.
     assert "7 s more than the budget of 20 s left" in found["inductor"].reason
     assert "29 s more than the budget of 20 s left" in found["inductor:freeze"].reason
@@ -497,7 +498,7 @@ def test_a_search_without_a_budget_has_a_minute_a_sample(device: torch.device) -
         args = () if samples else (torch.randn(2, 2, device=device),)
         model = nn.Linear(2, 2, device=device).eval()
         asked = Request.of(model, args, None, samples=samples, **given)
-        return asked.budget_s
+        return asked.limits.budget_s
 
     assert budget() == 60.0
     samples = [(torch.randn(n, 2, device=device),) for n in (1, 2, 3)]
@@ -519,3 +520,51 @@ def test_what_is_tried_takes_longer_where_calls_do() -> None:
         eager_s = search._seconds("eager")
         assert search.needs_s(fused) == pytest.approx(search.set_up_s(fused) + 2 + 25 * eager_s)
     assert long.one_after_the_other_s() > short.one_after_the_other_s() + 40
+
+
+class Logged(nn.Module):
+    """Writes a byte to a file at each call: what a call does to Python's objects is undone."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.layer = path, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with open(self.path, "ab") as log:
+            log.write(b".")
+        return self.layer(x)
+
+
+def test_where_eager_alone_takes_more_than_the_budget_nothing_is_called_after_it(
+    tmp_path: Path,
+) -> None:
+    """Each call of such a model takes seconds."""
+    log = tmp_path / "calls"
+    listener = Mock()
+    seen: list[int] = []
+    listener.row.side_effect = lambda row: seen.append(log.stat().st_size)
+    tuning = Tuning(Logged(str(log)).eval(), (torch.randn(16, 8),), budget_s=1e-3, remember=False)
+    report = tuning.run(listener).report
+    assert report.chosen == "eager"
+    assert log.stat().st_size == seen[0]
+    [said] = [note for note in report.notes if "less than tune needs" in note]
+    assert "the reference and eager alone took" in said
+
+
+@pytest.mark.parametrize(
+    ("left_s", "said"),
+    [
+        (None, "eager"),
+        (100.0, "eager"),
+        (80.0, "eager: its calls take about 84 s, and the budget leaves less"),
+        (-5.0, "eager: its calls take about 84 s, and the budget leaves less"),
+    ],
+)
+def test_it_is_said_beforehand_that_eager_alone_takes_longer(
+    left_s: float | None, said: str
+) -> None:
+    search = search_of(CPU, [], "torchscript")
+    deadline = None if left_s is None else time.monotonic() + left_s
+    screening = Screening(nn.Linear(2, 2), CPU, search, Terms(False, 9.0, None, 9.0, deadline), str)
+    evaluator = Mock(samples=[Mock(reference=Mock(call_s=2.7))])
+    assert screening._eager_in_words(evaluator) == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +11,7 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.report.table import ordered
-from graphwright.tuning.selection import NO_TIME_LEFT, ranked, reason_for
+from graphwright.tuning.selection import NO_TIME_LEFT, ranked, reason_for, undecided
 
 
 def rounds(*milliseconds: float) -> Measurement:
@@ -160,3 +161,103 @@ def test_a_few_unsteady_ones_are_named_and_many_are_counted() -> None:
     assert "busy: a, b, c stayed unsteady and are not compared." in run_of(*rows).reason
     rows[4].unsteady = "its rounds disagree"
     assert "busy: 4 strategies stayed unsteady and are not compared." in run_of(*rows).reason
+
+
+def noisy(seed: int, factor: float, noise: float, count: int = 15) -> list[float]:
+    """Milliseconds of rounds around a value, as other work on the machine varies them."""
+    draw = random.Random(seed)
+    return [40 / factor * (1 + noise * draw.uniform(-1, 1)) for _ in range(count)]
+
+
+def run_with_noise(noise: float, **speeds: float) -> Report:
+    """A run in which strategies have these speeds; the first of them is the simplest."""
+    rows = [
+        finalist(name, rank, noisy(rank, factor, noise))
+        for rank, (name, factor) in enumerate({"eager": 1.0, **speeds}.items())
+    ]
+    return run_of(*rows)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.3])
+def test_noise_does_not_choose_the_simplest(noise: float) -> None:
+    """That it may be as fast as the best is not enough: it must not look far slower."""
+    report = run_with_noise(noise, no_grad=1.04, script=1.2, freeze=1.2)
+    rows = {row.strategy: row for row in report.rows}
+    assert report.chosen in ("script", "freeze")
+    chosen = rows[report.chosen]
+    assert chosen.final is not None
+    assert rows["no_grad"].final is not None
+    if noise == 0.3:  # Noise does hide whether the simplest is slower.
+        assert undecided(report)
+        assert min(rows["no_grad"].final.ratios(chosen.final)) < 0.9
+    else:
+        assert report.chosen == "script"
+        assert not undecided(report)
+
+
+def test_a_simpler_one_that_noise_left_out_is_named() -> None:
+    rows = [
+        finalist("eager", 0, [40.0] * 6),
+        finalist("no_grad", 1, [30.0, 45.0, 37.0, 45.0, 30.0, 38.0]),
+        finalist("freeze", 11, [32.0] * 6),
+    ]
+    assert run_of(*rows).reason == (
+        "freeze was chosen, 1.25× as fast as eager (1.25 to 1.25): no_grad is simpler, but seems "
+        "to take 1.17× as long (0.94 to 1.41)."
+    )
+
+
+@pytest.mark.parametrize(("loss", "chosen"), [(0.99, "simple"), (1.005, "simple"), (1.015, "best")])
+def test_on_a_quiet_machine_simplicity_is_worth_one_percent(loss: float, chosen: str) -> None:
+    report = run_of(
+        finalist("eager", 0, [40.0] * 15),
+        finalist("simple", 5, [20.0 * loss, 20.02 * loss, 19.99 * loss] * 5),
+        finalist("best", 15, [20.0, 20.01, 20.0] * 5),
+    )
+    assert report.chosen == chosen
+    assert not undecided(report)
+
+
+@pytest.mark.parametrize(("loss", "chosen"), [(1.015, "simple"), (1.05, "best")])
+def test_where_noise_hides_a_loss_the_simplest_may_seem_two_percent_slower(
+    loss: float, chosen: str
+) -> None:
+    simple = [20.0 * loss * factor for factor in (0.9, 1.0, 1.1)] * 5
+    best = finalist("best", 15, [20.0] * 15)
+    eager = finalist("eager", 0, [40.0] * 15)
+    assert run_of(eager, finalist("simple", 5, simple), best).chosen == chosen
+
+
+def test_eager_loses_to_nothing_that_is_not_faster_for_sure() -> None:
+    unsure = [30.0, 42.0, 36.0, 41.5, 31.0, 35.0]
+    report = run_of(finalist("eager", 0, [40.0] * 6), finalist("freeze", 11, unsure))
+    assert report.chosen == "eager"
+    assert undecided(report)
+    assert report.reason == (
+        "eager was chosen: the only other strategy timed is not faster beyond the noise. freeze "
+        "seems 1.13× as fast (0.95 to 1.33): a larger budget or an idle machine may show it."
+    )
+    # What is faster for sure is chosen, although another one looks faster still.
+    sure = finalist("fused", 5, [38.0] * 6)
+    report = run_of(*report.rows[:1], sure, finalist("freeze", 11, unsure))
+    assert report.chosen == "fused"
+    assert [row.strategy for row in ranked(report, report.rows)] == ["fused", "eager", "freeze"]
+    # What is hardly faster is not worth a word.
+    same = run_of(finalist("eager", 0, [40.0] * 6), finalist("freeze", 11, [39.9] * 6))
+    assert same.reason.endswith("is not faster beyond the noise.")
+    assert not undecided(same)
+
+
+def test_eager_and_a_slower_one_are_decided_at_once() -> None:
+    report = run_of(finalist("eager", 0, [40.0] * 6), finalist("freeze", 11, [60.0] * 6))
+    assert report.chosen == "eager"
+    assert not undecided(report)
+    assert not undecided(run_of(finalist("eager", 0, [40.0] * 6)))
+
+
+def test_noise_of_times_leaves_nothing_open_where_memory_decides() -> None:
+    rows = [finalist("eager", 0, [40.0] * 6), finalist("freeze", 11, [30.0, 42.0, 36.0] * 2)]
+    rows[0].peak_bytes, rows[1].peak_bytes = 8 << 20, 3 << 20
+    report = run_of(*rows, objective="memory")
+    assert report.chosen == "freeze"
+    assert not undecided(report)

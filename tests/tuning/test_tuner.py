@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -509,6 +510,11 @@ def test_a_held_up_round_of_the_best_does_not_make_eager_as_good_as_all() -> Non
         row.baseline = rounds_of(*figures["eager"][0])
         row.final = rounds_of(*times)
         report.rows.append(row)
+    # Of the two others, five rounds do not show that they are faster than eager.
+    assert ranked(report, report.rows)[0].strategy == "freeze"
+    for row in report.rows:  # Of ten rounds, one says nothing.
+        times = figures[row.strategy][0]
+        row.final = rounds_of(*times, *sorted(times)[:-1], statistics.median(times))
     found = [row.strategy for row in ranked(report, report.rows)]
     assert found[0] == "script"
     assert set(found[:3]) == {"script", "freeze", "onnx"}
@@ -547,7 +553,7 @@ def test_what_seems_slower_than_eager_is_not_chosen_for_being_simple() -> None:
 
 def test_eager_three_ways_torchscript_aot_and_inductor_on_the_cpu() -> None:
     model, x = small()
-    tuned = gw.tune(model, (x,), budget_s=120)  # Enough, whatever else runs.
+    tuned = gw.tune(model, (x,), budget_s=600)  # Enough, whatever else runs.
     report = tuned.report
     measured = {
         "eager",

@@ -34,7 +34,7 @@ from graphwright.strategies.runners import GRAPH
 from graphwright.tuning.trial import CandidateEvaluator, SharedBuild
 from graphwright.tuning.workers import leftovers
 from graphwright.tuning.workers.leftovers import Baseline
-from graphwright.tuning.workers.pool import Limits, WorkerPool
+from graphwright.tuning.workers.pool import TrialLimits, WorkerPool
 from graphwright.tuning.workers.schedule import Choose, Schedule, jobs_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are forked on Linux")
@@ -76,7 +76,7 @@ def rows_of(strategies: Sequence[Any], *, objective: str = "latency") -> dict[st
     model, x = Small().eval(), torch.randn(4, 16)
     with WorkerPool(model, candidates) as pool:
         evaluator = make_evaluator(model, x, objective=objective)
-        pool.load(evaluator, Limits(60.0, 4 << 30))
+        pool.load(evaluator, TrialLimits(60.0, 4 << 30))
         found = {}
         for candidate, row in pool.evaluate(in_order(candidates)):
             assert isinstance(row, Row), row
@@ -549,7 +549,7 @@ def test_each_row_is_known_when_the_next_candidates_are_chosen(
 
     model, x = Small().eval(), torch.randn(4, 16)
     with WorkerPool(model, candidates) as pool:
-        pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
+        pool.load(make_evaluator(model, x), TrialLimits(60.0, 4 << 30))
         for candidate, row in pool.evaluate(choose):
             assert isinstance(row, Row)
             known.append(candidate.name)
@@ -562,7 +562,7 @@ def test_when_the_end_comes_is_asked_after_each_row(monkeypatch: pytest.MonkeyPa
     model, x = Small().eval(), torch.randn(4, 16)
     ends, statuses = [time.monotonic() + 300], {}
     with WorkerPool(model, candidates) as pool:
-        pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
+        pool.load(make_evaluator(model, x), TrialLimits(60.0, 4 << 30))
         for candidate, row in pool.evaluate(in_order(candidates), ends=lambda: ends[-1]):
             assert isinstance(row, Row)
             statuses[candidate.name] = row.status
@@ -605,7 +605,7 @@ def rows_beside(
     model, x = Small().eval(), torch.randn(4, 16)
     with WorkerPool(model, candidates) as pool:
         pool.spare = spare
-        pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
+        pool.load(make_evaluator(model, x), TrialLimits(60.0, 4 << 30))
         deadline = time.monotonic() + seconds
         found = []
         for candidate, row in pool.evaluate(in_order(candidates), ends=lambda: deadline):

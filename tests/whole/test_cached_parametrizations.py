@@ -218,7 +218,7 @@ def test_what_is_captured_alone_is_refused_in_a_block(device: torch.device) -> N
         captured(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*runs a call without graphs:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:graphwright.FallbackWarning")
 def test_pairs_inside_of_a_block_are_eager_s(device: torch.device) -> None:
     mine, eager, x = both("weight norm", device)
     graphed = gw.make_graphed_callables(mine, (x,))

@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 BOUNDS = {
     "graph()": (6, 0, 13),
     "graph(buckets=), a bucket's size": (6, 0, 13),
-    "graph(buckets=), padded": (12, 1, 36),
+    "graph(buckets=), padded": (8, 0, 31),
     "fuse()": (None, 0, 31),
     "tune(), fused+graph": (7, 0, 14),
-    "make_graphed_callables()": (11, 2, 40),
+    "make_graphed_callables()": (8, 0, 34),
 }
 # Run in a process of its own: what others have captured or switched on here would be seen.
 COUNTED = """

@@ -28,7 +28,7 @@ from torch.nn import functional as F  # noqa: N812
 import graphwright as gw
 from graphwright.calls import switches
 from graphwright.calls.switches import TABLE
-from graphwright.tuning.workers.settings import Settings
+from graphwright.tuning.workers.settings import ProcessSettings
 
 # Another value of each row than PyTorch's own, or a function of the present one.
 OTHER: dict[str, Any] = {
@@ -326,7 +326,7 @@ def test_a_worker_a_cold_start_and_a_fresh_process_see_every_value(
             gw.tune(model, (x,), strategies=strategies, objective=objective, remember=False)
             assert seen.read_text() == repr((here, False))
             seen.unlink()
-        settings.write_bytes(pickle.dumps(Settings.current()))
+        settings.write_bytes(pickle.dumps(ProcessSettings.current()))
         gw.save(chosen("torchscript", model, x), file)
         expected = model(x)
     ran = subprocess.run(

@@ -89,7 +89,7 @@ def test_generate_with_left_padding_gives_the_same_tokens(way: str) -> None:
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
     expected = gpt2().generate(ids, **options)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*runs a call without graphs", UserWarning)
+        warnings.filterwarnings("ignore", ".*runs eagerly", gw.FallbackWarning)
         assert torch.equal(GENERATE[way](gpt2()).generate(ids, **options), expected)
 
 

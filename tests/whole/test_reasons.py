@@ -259,6 +259,19 @@ def test_why_calls_are_eager(
     assert found == documented()[condition.name][maker.__name__]
 
 
+@pytest.mark.parametrize("maker", [graph, make_graphed_callables, graph_step])
+def test_each_kind_is_told_of_once_in_the_same_words(
+    maker: Callable[[nn.Module, str], Made],
+) -> None:
+    made = maker(Net().eval(), "eager")
+    says = rf"runs eagerly for this kind of call, since {UNFITTING}: .* \(8, 8\).* count"
+    with torch.no_grad():
+        made.part(X)
+        with pytest.warns(gw.FallbackWarning, match=says):
+            another_shape(made)
+        another_shape(made)  # A second warning would be an error.
+
+
 def test_all_makers_say_the_same_of_the_same() -> None:
     for condition in CONDITIONS:
         cells = documented()[condition.name]

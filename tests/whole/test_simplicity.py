@@ -21,6 +21,7 @@ BRANCHES = "def f(x):\n" + "".join(f"    if x == {n} or x: pass\n" for n in rang
 MANY = "class C:\n    def __init__(self):\n" + "".join(
     f"        self.a{n} = {n}\n" for n in range(21)
 )
+FUNCTION = "def _base(): ..."
 HIDDEN = "class C:\n    def __init__(self):\n        self._mine = 1\n"
 
 
@@ -32,6 +33,13 @@ HIDDEN = "class C:\n    def __init__(self):\n        self._mine = 1\n"
         ("private attributes", {"a.py": HIDDEN, "b.py": "def f(c): return c._mine"}, {"b.py": 1}),
         ("private attributes", {"a.py": HIDDEN + "def f(c): return c._mine"}, {}),
         ("private attributes", {"a.py": HIDDEN, "b.py": "def f(c): return c._other"}, {}),
+        # A tensor's `_base` is no function of another file's; that of a module is.
+        ("private attributes", {"a.py": FUNCTION, "b.py": "def f(t): return t._base"}, {}),
+        (
+            "private attributes",
+            {"a.py": FUNCTION, "b.py": "from . import a\ndef f(): return a._base()"},
+            {"b.py": 1},
+        ),
         ("branches", {"a.py": BRANCHES}, {"a.py:f": 17}),
         ("branches", {"a.py": BRANCHES.replace(" or x", "")}, {}),
         ("attributes", {"a.py": MANY}, {"a.py:C": 21}),

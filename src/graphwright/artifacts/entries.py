@@ -15,8 +15,8 @@ from ..calls.signature import CallSignature, RangedSignature, inside_transform, 
 from ..calls.split import Args, Kwargs
 from ..errors import SignatureError
 from ..graphs.taken_apart import ApartCall, key_with_objects
-from .fallback import Absent, model_sees_order
 from .proved_forms import ProvedForms
+from .untuned_calls import Absent, model_sees_order
 
 # Shapes and plain values of which is remembered that they were looked at.
 _MAX_LOOKED_AT = 256

@@ -45,10 +45,10 @@ from ..strategies.base import Built, Candidate, Loader
 from ..strategies.registry import parse_candidates
 from . import container, evidence, object_calls, padding_plans
 from .contents import Contents
-from .fallback import Absent, OnMiss
 from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
 from .tuned_module import Apart, Origin, TunedModule, assemble, put_together
+from .untuned_calls import Absent, OnMiss
 
 _AS_SAVED = "as it was saved"
 # Builds or loads what answers the samples.

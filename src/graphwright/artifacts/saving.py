@@ -21,11 +21,11 @@ from ..errors import ArtifactError, StrategyFailed, levels_above
 from ..report.environment import environment
 from ..report.report import Report
 from ..shapes.dimensions import parameters_of
-from ..strategies.base import Kept
+from ..strategies.base import SavedTensors
 from . import container, evidence, object_calls, padding_plans
-from .fallback import Absent, model_sees_order
 from .substitute import substitutes, unsavable
 from .tuned_module import Origin, TunedModule, choice_of, of_tensors
+from .untuned_calls import Absent, model_sees_order
 
 # Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"
@@ -226,7 +226,7 @@ def _write_built(
         if built.save is not None and (keeps or origin.candidate.loader is None):
             place = folder / STRATEGY / str(index)
             place.mkdir(parents=True)
-            kept = built.save(place) or Kept({})
+            kept = built.save(place) or SavedTensors({})
             constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
             seen |= {prefix_of(index) + name for name in kept.seen}
             wrote = True

@@ -30,8 +30,8 @@ from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from ..strategies.registry import LOSSY, is_ours, parse_candidates, savable_form
-from .fallback import Absent
 from .tuned_module import Origin, TunedModule, choice_of
+from .untuned_calls import Absent
 
 # Up to this factor the form of the choice that can be saved is as good as the choice.
 _AS_GOOD = 1.03

@@ -38,9 +38,12 @@ from ..report.html import short_table
 from ..report.report import Report
 from ..report.result import EAGER
 from ..report.table import duration, ratio
+from ..shapes.padding import Value
 from ..strategies.base import Built, Candidate
 from .entries import Entries, Entry
-from .fallback import (
+from .padded_calls import OTHER_KIND, PaddedCalls
+from .proved_forms import ProvedForms
+from .untuned_calls import (
     NO_BUCKET,
     NOTHING_TUNED,
     OTHER,
@@ -49,8 +52,6 @@ from .fallback import (
     OnMiss,
     model_sees_order,
 )
-from .padded_calls import OTHER_KIND, PaddedCalls
-from .proved_forms import ProvedForms
 
 # Where eager was chosen, so many of the first calls are looked at, and then one in so many.
 _LOOKS = 16
@@ -155,6 +156,30 @@ class TunedChoice:
         self.may_not_launch: Callable[[], bool] = captured_by_others if copies else bool
         self.looks_later = pure and origin is not None and origin.self_contained
         self._changed_last_time = False
+
+    def reference(self) -> Callable[..., Any] | None:
+        """What computes any size eagerly; None where a file was loaded without its model."""
+        return None if isinstance(self.module, Absent) else _as_called(self.module)
+
+    @property
+    def answers_all_sizes(self) -> bool:
+        """Whether calls of all sizes, or of a range, are answered by what was chosen."""
+        return self.report.chosen == EAGER or (self.origin is not None and bool(self.origin.ranges))
+
+    @property
+    def samples(self) -> list[Any]:
+        """The calls that it was tuned for; none where eager was chosen, which takes any."""
+        return [] if self.origin is None else [sample.call for sample in self.origin.samples]
+
+    @property
+    def fills(self) -> Sequence[Value]:
+        """The pad value of each of a call's leaves; empty if calls are not padded."""
+        return () if self.padded is None else self.padded.fills()
+
+    @property
+    def argument_names(self) -> Sequence[str] | None:
+        """The names of the model's parameters, where there is no model to ask; else None."""
+        return self.module.argument_names if isinstance(self.module, Absent) else None
 
     def padded_callable_for(
         self, padded: PaddedCalls, args: Args, kwargs: Kwargs

@@ -480,6 +480,11 @@ def inside_transform() -> bool:
     )
 
 
+def under_hooks_for_saved_tensors() -> bool:
+    """Whether hooks for saved tensors are on: autograd passes what it saves to them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @dataclass(frozen=True)
 class Range:
     """The sizes that one dimension may have; dimensions with the same name have the same size.

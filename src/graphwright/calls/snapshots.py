@@ -362,14 +362,14 @@ class ModuleState:
         self._kept = {name: self._memory.keep(t) for name, (_, _, t) in self._places.items()}
         self._varied: dict[str, torch.Tensor] = {}
         self._joined: list[_Joined] | None = None
-        self._parameters = {
+        self._named = {
             name: parameter
             for name, parameter in module.named_parameters()
             if weights and parameter.layout is torch.strided
         }
         self._weights = {
             name: self._memory.keep(parameter, weight=True)
-            for name, parameter in self._parameters.items()
+            for name, parameter in self._named.items()
         }
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -480,7 +480,7 @@ class ModuleState:
         found = _changed(self._weights)
         with torch.no_grad():
             for name in found:
-                self._parameters[name].copy_(self._weights[name].value)
+                self._named[name].copy_(self._weights[name].value)
         return found[0] if found else None
 
     def changed(self) -> str | None:
@@ -495,7 +495,7 @@ class ModuleState:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters and buffers by name."""
-        return [*self._parameters.items(), *((n, t) for n, (_, _, t) in self._places.items())]
+        return [*self._named.items(), *((n, t) for n, (_, _, t) in self._places.items())]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -57,7 +57,7 @@ from .finding import Finding, Place, place_of_code, place_of_error, place_of_lin
 from .functions import FunctionObserver
 from .obstacles import Findings
 from .operations import OperationObserver
-from .placement import Origin, Side, Sides
+from .placement import Side, Sides, ValueOrigin
 from .report import CheckReport
 from .side_effects import clear_grown_caches, hooks_of, sizes_of_caches, watch_cuda, watch_python
 
@@ -327,7 +327,7 @@ class _Checker:
                 names[tensor.untyped_storage()._cdata] = name
                 sides.put(tensor, Side.DEVICE)
         for _, tensor in of_call:
-            sides.put(tensor, None, Origin.INPUT)
+            sides.put(tensor, None, ValueOrigin.INPUT)
         return OperationObserver(sides, names)
 
     def _compare(self) -> None:

@@ -21,6 +21,7 @@ from .placement import Side, side_of_device, tensors_in
 
 _INDEXING = ("__getitem__", "__setitem__")
 _MOVES = ("to", "cuda", "cpu", "type_as")
+_NAMED_SIDES = {"cuda": Side.DEVICE, "cpu": Side.HOST}
 
 
 class FunctionObserver(TorchFunctionMode):
@@ -41,35 +42,41 @@ class FunctionObserver(TorchFunctionMode):
             return self._attribute(func, args)
         if name == "device":
             return func(*args, **named)
-        if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
-            # On the CPU it reads its input to check it; on a GPU it does not.
-            func, args, named = one_hot, (args[0], int(named.get("num_classes", args[-1]))), {}
-        around = _device.CURRENT_DEVICE
-        if around is not None and func in _device._device_constructors():
-            # The mode of the user's `with torch.device(...)` would act only after this one.
-            named["device"] = named.get("device") or around
+        func, args, named = _as_on_a_gpu(func, args, named)
         wanted = self._requested_side(name, args, named)
         given = list(tensors_in(args, named))
-        on_device = any(self._sides.of(tensor) is Side.DEVICE for tensor in given)
-        side = wanted or (Side.DEVICE if on_device else Side.HOST)
-        silent = name in HOST_READS and on_device
-        if silent:
-            self._operations.report(obstacles.READ, HOST_READS[name])
-        elif name in FROM_DATA or name == "tensor_split":
-            data = args[1:2] if name == "tensor_split" else _data(name, args, named)
-            read = isinstance(data, list | tuple)
-            if read and any(self._sides.of(t) is Side.DEVICE for t in tensors_in(data)):
-                self._operations.report(obstacles.READ, f"{name}()")
-                silent = True
+        on_device = self._any_on_device(given)
+        read = self._read(name, args, named, on_device=on_device)
+        if read is not None:
+            self._operations.report(obstacles.READ, read)
         if self._sides.claims_gpu and name in ("is_pinned", "get_device") and given:
             return False if name == "is_pinned" else (0 if on_device else -1)
+        side = wanted or (Side.DEVICE if on_device else Side.HOST)
         number = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
         self._operations.calls.append(FunctionCall(name, side, number))
         try:
-            with self._operations.silent() if silent else contextlib.nullcontext():
+            with contextlib.nullcontext() if read is None else self._operations.silent():
                 return self._call(func, name, args, named, wanted)
         finally:
             self._operations.calls.pop()
+
+    def _any_on_device(self, tree: Any) -> bool:
+        return any(self._sides.of(tensor) is Side.DEVICE for tensor in tensors_in(tree))
+
+    def _read(
+        self, name: str, args: Any, kwargs: Mapping[str, Any], *, on_device: bool
+    ) -> str | None:
+        """What a function does that reads values from the GPU before any operation; or None."""
+        if name in HOST_READS:
+            return HOST_READS[name] if on_device else None
+        if name == "tensor_split":
+            data = args[1:2]
+        elif name in FROM_DATA:
+            data = _data(name, args, kwargs)
+        else:
+            return None
+        read = isinstance(data, list | tuple) and self._any_on_device(data)
+        return f"{name}()" if read else None
 
     def _call(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
@@ -155,26 +162,44 @@ class FunctionObserver(TorchFunctionMode):
 
     def _requested_side(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Side | None:
         """The side that the arguments name for the result; None if they name none."""
-        if name == "cuda":
-            return Side.DEVICE
+        if name in _NAMED_SIDES:
+            return _NAMED_SIDES[name]
         if name == "type_as":
             return self._sides.of(args[1])
-        if name == "cpu":
-            return Side.HOST
-        device = kwargs.get("device")
-        if device is None:
-            device = next((a for a in args if isinstance(a, torch.device)), None)
-        if device is None and name == "to":
-            target = next((a for a in args[1:] if isinstance(a, str | int | torch.Tensor)), None)
-            target = kwargs.get("other", target)
-            if isinstance(target, torch.Tensor):
-                return self._sides.of(target)
-            device = target if not isinstance(target, bool) else None
-        if device is None:
+        target = _target(name, args, kwargs)
+        if target is None:
             return None
-        if self._sides.pretend and not self._sides.claims_gpu and isinstance(device, torch.device):
+        if isinstance(target, torch.Tensor):
+            return self._sides.of(target)
+        if self._sides.pretend and not self._sides.claims_gpu and isinstance(target, torch.device):
             return Side.DEVICE  # It is most likely that of a tensor, which has said "cpu".
-        return side_of_device(device)
+        return side_of_device(target)
+
+
+def _as_on_a_gpu(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """A call as it would run on a GPU, and with the device of the user's `with` statement."""
+    if func is F.one_hot:
+        classes = int(kwargs.get("num_classes", args[1] if args[1:] else -1))
+        if classes >= 0:
+            # On the CPU it reads its input to check it; on a GPU it does not.
+            return one_hot, (args[0], classes), {}
+    around = _device.CURRENT_DEVICE
+    if around is not None and func in _device._device_constructors():
+        # The mode of the user's `with torch.device(...)` would act only after this one.
+        kwargs["device"] = kwargs.get("device") or around
+    return func, args, kwargs
+
+
+def _target(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The device that arguments name, or a tensor that is on it; None if they name none."""
+    device = kwargs.get("device")
+    if device is None:
+        device = next((a for a in args if isinstance(a, torch.device)), None)
+    if device is not None or name != "to":
+        return device
+    target = next((a for a in args[1:] if isinstance(a, str | int | torch.Tensor)), None)
+    target = kwargs.get("other", target)
+    return None if isinstance(target, bool) else target
 
 
 def _data(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:

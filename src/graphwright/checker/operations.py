@@ -18,7 +18,7 @@ from ..graphs.journal import Journal
 from . import obstacles
 from .finding import Place, place_of
 from .obstacles import Findings, Obstacle
-from .placement import Origin, Side, Sides
+from .placement import Side, Sides, ValueOrigin
 
 # How users write functions that Python calls by other names.
 _AS_WRITTEN = {
@@ -35,6 +35,7 @@ _AS_WRITTEN = {
 _MASKS = (torch.bool, torch.uint8)
 # Operations (parts of their names) with arguments that belong on the host.
 _TAKE_HOST_TENSORS = ("pack", "rnn", "lstm", "gru", "ctc_loss", "tensor_split")
+_COPIES = ("copy_", "_to_copy")
 _INDEXING = ("index", "index_put_", "index_put", "_index_put_impl_")
 # Operations that wait for the GPU in their CUDA code, though their tags do not say so.
 _WAIT_INSIDE = (
@@ -51,7 +52,7 @@ _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 
 @dataclass(frozen=True)
-class Step:
+class OperationStep:
     """One operation of a run, for comparison with another run's."""
 
     name: str
@@ -96,7 +97,7 @@ class OperationObserver(Journal):
         super().__init__()
         self.sides = sides
         self.found = Findings()
-        self.steps: list[Step] = []
+        self.steps: list[OperationStep] = []
         self.copies: list[tuple[Place, str, str]] = []
         self.kernels = 0
         self.calls: list[FunctionCall] = []
@@ -150,22 +151,26 @@ class OperationObserver(Journal):
         origin = self.sides.origins(given)
         if torch.Tag.nondeterministic_seeded in func.tags:
             origin |= self._note_random(func, args, kwargs, made, on_device)
-        for tensor in made:
-            self.made(tensor)
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                self.sides.put(tensor, self._side_of_new(given, on_device), origin)
-                continue
-            if not self.sides.known(tensor) and self.is_made(tensor):
-                self.sides.put(tensor, self._side_of_new(given, on_device))
-            if origin:
-                self.sides.put(tensor, None, self.sides.origin(tensor) | origin)
+        self._note_made(made, self._side_of_new(given, on_device), origin)
         if func._opname == "_pack_padded_sequence":
             self.sides.put(made[1], Side.HOST)  # The sizes of its batches.
-        if func._opname in ("copy_", "_to_copy"):
+        if func._opname in _COPIES:
             self._note_copy(func, args, made, given)
         if on_device and func._opname not in _UNINITIALISED:
             self._note_step(func, args, kwargs, given)
         return result
+
+    def _note_made(self, made: list[torch.Tensor], side: Side | None, origin: ValueOrigin) -> None:
+        """Note where results are, and where their values come from."""
+        for tensor in made:
+            self.made(tensor)
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self.sides.put(tensor, side, origin)
+                continue
+            if not self.sides.known(tensor) and self.is_made(tensor):
+                self.sides.put(tensor, side)
+            if origin:
+                self.sides.put(tensor, None, self.sides.origin(tensor) | origin)
 
     def _side_of_new(self, given: list[torch.Tensor], on_device: bool) -> Side | None:
         """The side of what an operation makes; None if unknown, as in TorchScript."""
@@ -188,7 +193,9 @@ class OperationObserver(Journal):
             if tensor.dim() == 0 and self.sides.of(tensor) is Side.HOST
         ]
         shapes = tuple(tuple(tensor.shape) for tensor in given)
-        self.steps.append(Step(str(func), shapes, tuple(numbers), place_of(sys._getframe(1))))
+        self.steps.append(
+            OperationStep(str(func), shapes, tuple(numbers), place_of(sys._getframe(1)))
+        )
         if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
             self.kernels += 1
 
@@ -213,35 +220,46 @@ class OperationObserver(Journal):
     def _check_sides(self, func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> None:
         """Note if an operation is given tensors of both sides."""
         name, written = func._opname, self._as_written(str(func))
-        if name in ("copy_", "_to_copy"):
+        if name in _COPIES:
+            return
+        if name in _INDEXING:
+            self._check_indices(name, written, args)
             return
         if "pack_padded" in name and self.sides.of(args[1]) is Side.DEVICE:
             self.report(obstacles.MIXED, written)
         host = [t for t in given if self.sides.of(t) is Side.HOST]
-        numbers = [t for t in host if not t.dim() and self.sides.known(t)]
-        host = [t for t in host if t.dim()]
-        if name in _INDEXING:
-            moving = [t for t in args[1] if t is not None]
-            masked = any(t.dtype in _MASKS for t in moving)
-            if name != "index" and not masked and self._is_number(args[2]):
-                moving += [args[2]]
-            for tensor in moving:
-                if self.sides.of(tensor) is Side.HOST:
-                    self.note_host_copy(written, tensor)
-                    break
+        self._check_host_numbers(name, written, [t for t in host if not t.dim()])
+        if not any(part in name for part in _TAKE_HOST_TENSORS):
+            self._check_host_tensors(written, [t for t in host if t.dim()])
+
+    def _check_host_numbers(self, name: str, written: str, host: list[torch.Tensor]) -> None:
+        """Note if 0-d tensors on the host are copied to the GPU: most are passed as numbers."""
+        number = next(filter(self.sides.known, host), None)
+        if number is None:
             return
-        if name == "where" and numbers:
-            self.note_host_copy(written, numbers[0])
-        elif name == "cat" and numbers:
+        if name == "where":
+            self.note_host_copy(written, number)
+        elif name == "cat":
             self.report(obstacles.MIXED, written)
-        if any(part in name for part in _TAKE_HOST_TENSORS):
-            return
+
+    def _check_host_tensors(self, written: str, host: list[torch.Tensor]) -> None:
+        """Note if tensors on the host, which are no numbers, stand beside some on the GPU."""
         if any(map(self.sides.known, host)):
             self.report(obstacles.MIXED, written)
         for tensor in host:
             # The call works without a capture, so an unknown tensor is where the others are.
             if not self.sides.known(tensor):
                 self.sides.put(tensor, Side.DEVICE)
+
+    def _check_indices(self, name: str, written: str, args: tuple[Any, ...]) -> None:
+        """Note if indices on the host, or a number to be written, are copied to the GPU."""
+        moving = [t for t in args[1] if t is not None]
+        masked = any(t.dtype in _MASKS for t in moving)
+        if name != "index" and not masked and self._is_number(args[2]):
+            moving.append(args[2])
+        first = next((t for t in moving if self.sides.of(t) is Side.HOST), None)
+        if first is not None:
+            self.note_host_copy(written, first)
 
     def _check_masked_write(self, args: tuple[Any, ...]) -> None:
         """Note a write through a mask, unless it only fills in a number."""
@@ -277,23 +295,23 @@ class OperationObserver(Journal):
         kwargs: Mapping[str, Any],
         made: list[torch.Tensor],
         on_device: bool,
-    ) -> Origin:
+    ) -> ValueOrigin:
         """Note how random numbers were drawn, if they were; the origin of the result."""
         generator = generator_of(args, kwargs)
         _, before = self._generators[id(generator)]
         if torch.equal(generator.get_state(), before):
-            return Origin.CONSTANT  # Attention without dropout draws none.
+            return ValueOrigin.CONSTANT  # Attention without dropout draws none.
         sides: set[Side | None] = {self._side_of_new([], on_device)}
         if not self.sides.pretend:
             sides = {self.sides.of(tensor) for tensor in made}
         if Side.HOST not in sides:
-            return Origin.CONSTANT
+            return ValueOrigin.CONSTANT
         written = self._as_written(str(func))
         self.report(obstacles.DRAWN_ON_HOST, written)
         if generator is torch.default_generator:
             self.draws.note(func, args, kwargs, made)
             self._drawn.append((place_of(sys._getframe(1)), written))
-        return Origin.RANDOM
+        return ValueOrigin.RANDOM
 
     def allow_unused_draws(self) -> None:
         """Take back what was noted of draws on the host that a replay can make again.

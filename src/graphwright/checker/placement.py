@@ -24,7 +24,7 @@ class Side(Enum):
     HOST = "host"
 
 
-class Origin(Flag):
+class ValueOrigin(Flag):
     """Where values come from; CONSTANT if from neither of the others."""
 
     CONSTANT = 0
@@ -51,7 +51,7 @@ class Sides:
         self.pretend = pretend
         self.claims_gpu = claims_gpu
         self._side: dict[int, Side] = {}
-        self._origin: dict[int, Origin] = {}
+        self._origin: dict[int, ValueOrigin] = {}
         self._held: dict[int, Any] = {}
         self._pinned: set[int] = set()
 
@@ -65,18 +65,20 @@ class Sides:
         """The device that a tensor says it is on."""
         return GPU if self.claims_gpu and self.of(tensor) is Side.DEVICE else tensor.device
 
-    def origin(self, tensor: torch.Tensor) -> Origin:
+    def origin(self, tensor: torch.Tensor) -> ValueOrigin:
         """Where a tensor's values come from."""
-        return self._origin.get(_memory(tensor), Origin.CONSTANT)
+        return self._origin.get(_memory(tensor), ValueOrigin.CONSTANT)
 
-    def origins(self, among: Iterable[torch.Tensor]) -> Origin:
+    def origins(self, among: Iterable[torch.Tensor]) -> ValueOrigin:
         """Where the values of several tensors come from."""
-        found = Origin.CONSTANT
+        found = ValueOrigin.CONSTANT
         for tensor in among:
             found |= self.origin(tensor)
         return found
 
-    def put(self, tensor: torch.Tensor, side: Side | None, origin: Origin | None = None) -> None:
+    def put(
+        self, tensor: torch.Tensor, side: Side | None, origin: ValueOrigin | None = None
+    ) -> None:
         """Note the side and the origin of a tensor's memory."""
         memory = _memory(tensor)
         if memory not in self._held:

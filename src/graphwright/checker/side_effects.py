@@ -39,6 +39,9 @@ _CLOCKS = {
 _DATES = ("now", "utcnow", "today")
 _WAITS = ("synchronize", "query", "elapsed_time")
 
+# An object, the name of one of its attributes, and what it is for a while.
+_Patch = tuple[Any, str, Any]
+
 
 class _StreamStandIn:
     """Stands in for a stream or an event of a GPU that is not there."""
@@ -100,57 +103,66 @@ def watch_cuda(found: Findings, *, pretend: bool) -> Iterator[None]:
                 obstacles.WAIT if waits else obstacles.STREAM, place_of(frame), f"{operation}()"
             )
 
+    def seeds(seed: int) -> Any:
+        frame = sys._getframe(1)
+        if is_direct(frame):
+            found.add(obstacles.SEED, place_of(frame), "torch.manual_seed()")
+        return seeded(seed)
+
+    seeded = torch.manual_seed
+    patches: list[_Patch] = [
+        (torch, "manual_seed", seeds),
+        (CapturedCall, "__call__", _nested(_run_captured, found)),
+    ]
+    if pretend:
+        patches += _pretended(report)
+    else:
+        entered = _nested(torch.cuda.graph.__enter__, found)
+        patches += [*_reported(report), (torch.cuda.graph, "__enter__", entered)]
     with contextlib.ExitStack() as stack:
-
-        def put(owner: Any, name: str, value: Any) -> None:
+        for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
-
-        def watch(owner: Any, name: str, name_as_written: str) -> None:
-            original = getattr(owner, name)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                report(name_as_written)
-                return original(*args, **kwargs)
-
-            put(owner, name, call)
-
-        def seeds(seed: int) -> Any:
-            frame = sys._getframe(1)
-            if is_direct(frame):
-                found.add(obstacles.SEED, place_of(frame), "torch.manual_seed()")
-            return seeded(seed)
-
-        seeded = torch.manual_seed
-        put(torch, "manual_seed", seeds)
-        put(CapturedCall, "__call__", _nested(_run_captured, found))
-        if not pretend:
-            watch(torch.cuda, "synchronize", "torch.cuda.synchronize")
-            for kind in (torch.cuda.Stream, torch.cuda.Event):
-                for name in ("synchronize", "query", "wait", "record", "wait_event", "wait_stream"):
-                    if hasattr(kind, name):
-                        watch(kind, name, f"{kind.__name__}.{name}")
-            put(torch.cuda.graph, "__enter__", _nested(torch.cuda.graph.__enter__, found))
-            yield
-            return
-
-        try:
-            torch.cuda.is_current_stream_capturing()
-        except RuntimeError:  # PyTorch was built without CUDA.
-            put(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-        def nothing(*args: Any, **kwargs: Any) -> None:
-            report("torch.cuda.synchronize")
-
-        put(torch.cuda, "synchronize", nothing)
-        for name in ("Stream", "Event", "current_stream", "default_stream"):
-            class_name = name.rpartition("_")[2].capitalize()
-
-            def make(*args: Any, class_name: str = class_name, **kwargs: Any) -> _StreamStandIn:
-                return _StreamStandIn(class_name, report)
-
-            put(torch.cuda, name, make)
-        put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         yield
+
+
+def _reported(report: Callable[[str], None]) -> Iterator[_Patch]:
+    """PyTorch's own streams, events and waits, which report what is called."""
+
+    def watched(owner: Any, name: str, name_as_written: str) -> _Patch:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            report(name_as_written)
+            return original(*args, **kwargs)
+
+        return owner, name, call
+
+    yield watched(torch.cuda, "synchronize", "torch.cuda.synchronize")
+    for kind in (torch.cuda.Stream, torch.cuda.Event):
+        for name in ("synchronize", "query", "wait", "record", "wait_event", "wait_stream"):
+            if hasattr(kind, name):
+                yield watched(kind, name, f"{kind.__name__}.{name}")
+
+
+def _pretended(report: Callable[[str], None]) -> Iterator[_Patch]:
+    """Streams, events and waits of a GPU that is not there."""
+    try:
+        torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # PyTorch was built without CUDA.
+        yield torch.cuda, "is_current_stream_capturing", lambda: False
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        report("torch.cuda.synchronize")
+
+    yield torch.cuda, "synchronize", nothing
+    for name in ("Stream", "Event", "current_stream", "default_stream"):
+        class_name = name.rpartition("_")[2].capitalize()
+
+        def make(*args: Any, class_name: str = class_name, **kwargs: Any) -> _StreamStandIn:
+            return _StreamStandIn(class_name, report)
+
+        yield torch.cuda, name, make
+    yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
 
 
 def _run_captured(graph: CapturedCall, *args: Any, **kwargs: Any) -> Any:

@@ -124,7 +124,7 @@ def summary(items: Sequence[Item]) -> str:
     if broken:
         return f"Broken: {', '.join(broken)}."
     if missing:
-        return f"All works but what needs {', '.join(missing)}."
+        return f"Missing for some uses: {', '.join(missing)}."
     return "Nothing is missing."
 
 

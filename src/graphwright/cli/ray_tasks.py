@@ -39,7 +39,7 @@ _REPORT, _WINNER, _OUTPUT = "report.json", "winner.gw", "output.txt"
 
 
 @dataclass(frozen=True)
-class Job:
+class TargetJob:
     """A TARGET, to be tuned on one kind of GPU.
 
     Attributes:
@@ -54,7 +54,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What became of a job.
 
     Attributes:
@@ -72,7 +72,7 @@ class Outcome:
         return None if text is None else Report.from_json(text.decode())
 
 
-def jobs_of(targets: Sequence[str], accelerators: Sequence[str]) -> list[Job]:
+def jobs_of(targets: Sequence[str], accelerators: Sequence[str]) -> list[TargetJob]:
     """A job for each target and accelerator, with names of their own."""
     known: collections.Counter[str] = collections.Counter()
     found = []
@@ -82,12 +82,12 @@ def jobs_of(targets: Sequence[str], accelerators: Sequence[str]) -> list[Job]:
             name = "-".join(filter(None, parts)).replace(os.sep, "-") or "target"
             known[name] += 1
             number = f"-{known[name]}" if known[name] > 1 else ""
-            found.append(Job(name + number, target, accelerator))
+            found.append(TargetJob(name + number, target, accelerator))
     return found
 
 
 def tune_all(
-    jobs: Sequence[Job], words: Sequence[str], folder: Path, address: str | None, *, cpu: bool
+    jobs: Sequence[TargetJob], words: Sequence[str], folder: Path, address: str | None, *, cpu: bool
 ) -> int:
     """Tune side by side, and collect what each job wrote; the command's exit code.
 
@@ -114,7 +114,7 @@ def tune_all(
     except OSError as error:
         raise TargetError(f"--out {folder} cannot be made: {error.strerror}.") from error
     _connect(address)
-    outcomes: dict[Job, Outcome] = {}
+    outcomes: dict[TargetJob, JobOutcome] = {}
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         _check_accelerators(jobs, nodes, waits=address is not None)
@@ -156,7 +156,7 @@ def _say(text: str) -> None:
 
 
 def _check_accelerators(
-    jobs: Sequence[Job], nodes: Sequence[Mapping[str, float]], *, waits: bool
+    jobs: Sequence[TargetJob], nodes: Sequence[Mapping[str, float]], *, waits: bool
 ) -> None:
     """Tell of kinds of GPU that no node has; Ray waits for one, which a cluster may yet add."""
     there = {name.removeprefix(_KIND) for node in nodes for name in node if name.startswith(_KIND)}
@@ -171,8 +171,12 @@ def _check_accelerators(
 
 
 def _run_all(
-    jobs: Sequence[Job], words: Sequence[str], nodes: Sequence[Mapping[str, float]], *, cpu: bool
-) -> Generator[tuple[Job, Outcome], None, None]:
+    jobs: Sequence[TargetJob],
+    words: Sequence[str],
+    nodes: Sequence[Mapping[str, float]],
+    *,
+    cpu: bool,
+) -> Generator[tuple[TargetJob, JobOutcome], None, None]:
     """Each job as it ends; none is left running."""
     import ray
     from ray.exceptions import RayError
@@ -190,7 +194,7 @@ def _run_all(
                 try:
                     outcome = ray.get(ref)
                 except RayError as error:
-                    outcome = Outcome(f"its task failed: {first_line(error)}", {})
+                    outcome = JobOutcome(f"its task failed: {first_line(error)}", {})
                 yield running.pop(ref), outcome
     finally:
         for ref in running:
@@ -215,7 +219,7 @@ def resources(
     return found if accelerator is None else found | {"accelerator_type": accelerator}
 
 
-def _tuned(target: str, words: Sequence[str], folder: str, threads: str | None) -> Outcome:
+def _tuned(target: str, words: Sequence[str], folder: str, threads: str | None) -> JobOutcome:
     """Run `tune` for a target, in the folder of the command if it is here too.
 
     Ray sets the number of threads, on which choices depend: it is put back to the caller's.
@@ -239,7 +243,7 @@ def _tuned(target: str, words: Sequence[str], folder: str, threads: str | None) 
         written = [root / _REPORT, root / _WINNER, *(root / "choices").glob("*.json")]
         files = {str(f.relative_to(root)): f.read_bytes() for f in written if f.is_file()}
     files[_OUTPUT] = done.stdout
-    return Outcome("" if done.returncode == 0 else _reason(done.stdout, done.returncode), files)
+    return JobOutcome("" if done.returncode == 0 else _reason(done.stdout, done.returncode), files)
 
 
 def _reason(output: bytes, code: int) -> str:
@@ -249,7 +253,7 @@ def _reason(output: bytes, code: int) -> str:
     return (own or [line for line in lines if line] or [f"exit status {code}"])[-1]
 
 
-def _keep(job: Job, outcome: Outcome, folder: Path) -> None:
+def _keep(job: TargetJob, outcome: JobOutcome, folder: Path) -> None:
     """Write a job's files."""
     names = {_REPORT: ".json", _WINNER: ".gw", _OUTPUT: ".txt"}
     for name, content in outcome.files.items():
@@ -257,7 +261,7 @@ def _keep(job: Job, outcome: Outcome, folder: Path) -> None:
         (folder / (name if ending is None else job.name + ending)).write_bytes(content)
 
 
-def show(outcomes: Mapping[Job, Outcome], folder: Path) -> None:
+def show(outcomes: Mapping[TargetJob, JobOutcome], folder: Path) -> None:
     """Print it: a row for each job, then why some failed."""
     console = Console()
     table = Table("target", "tuned on", "chosen")
@@ -271,7 +275,7 @@ def show(outcomes: Mapping[Job, Outcome], folder: Path) -> None:
     console.print(f"Reports, winners and choices/ are in {escape(str(folder))}.", style="dim")
 
 
-def _cells(outcome: Outcome) -> tuple[str, str, str]:
+def _cells(outcome: JobOutcome) -> tuple[str, str, str]:
     """Where a job ran, what was chosen, and how many times as fast as eager that is."""
     report = outcome.report
     if report is None or report.chosen_row is None:

@@ -139,7 +139,7 @@ def to_page(trial: ArtifactRun) -> str:
     for words, samples, eager in _times(trial):
         marks = [_mark(samples, CHOSEN)] + ([] if eager is None else [_mark(eager, PLAIN)])
         text = " / ".join(duration(each.median) for each in (samples, eager) if each is not None)
-        lines.append(plots.Line(words, text, marks))
+        lines.append(plots.PlotRow(words, text, marks))
     plot = plots.rows(
         "run", "Bars: the time of a call here, and eager's when it was tuned",
         [plots.Group("", lines)], "time of a call", duration,

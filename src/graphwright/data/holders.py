@@ -30,12 +30,12 @@ def may_fill_again(batches: Iterable[Any]) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Part:
+class _BatchPart:
     """A part of a batch, the number of its places there, and what it holds."""
 
     value: Any
     places: int = 0
-    inside: list[_Part] = field(default_factory=list)
+    inside: list[_BatchPart] = field(default_factory=list)
 
     def references(self) -> int:
         """Those of others to the value."""
@@ -43,7 +43,7 @@ class _Part:
 
 
 _OWN = 0
-_OWN = _Part(object()).references()
+_OWN = _BatchPart(object()).references()
 
 
 def held_elsewhere(box: list[Any]) -> set[int]:
@@ -56,12 +56,7 @@ def held_elsewhere(box: list[Any]) -> set[int]:
         box: a list of the batch alone. The caller holds the batch in no other way.
     """
     parts = _parts(box)
-    held = [part for part in parts if part.references() > part.places]
-    reached = {id(part) for part in held}
-    for part in held:  # It grows.
-        new = [each for each in part.inside if id(each) not in reached]
-        reached |= {id(each) for each in new}
-        held += new
+    reached = _reached([part for part in parts if part.references() > part.places])
     tensors = [part for part in parts if isinstance(part.value, torch.Tensor)]
     # A copy of what requires gradients would be another variable.
     tensors = [
@@ -71,16 +66,27 @@ def held_elsewhere(box: list[Any]) -> set[int]:
     return {id(part.value) for part in tensors if id(part) in reached or id(part) in memory}
 
 
-def _parts(box: list[Any]) -> list[_Part]:
+def _reached(parts: list[_BatchPart]) -> set[int]:
+    """Parts with all that is inside of them, by identity."""
+    every = list(parts)
+    found = {id(part) for part in every}
+    for part in every:  # It grows.
+        new = [each for each in part.inside if id(each) not in found]
+        found |= {id(each) for each in new}
+        every += new
+    return found
+
+
+def _parts(box: list[Any]) -> list[_BatchPart]:
     """All that a batch consists of, each once."""
-    parts = [_Part(box)]
-    known: dict[int, _Part] = {}
+    parts = [_BatchPart(box)]
+    known: dict[int, _BatchPart] = {}
     for part in parts:  # It grows.
         for value in _inside(part.value):
             if type(value) in _LEAVES:
                 continue
             if id(value) not in known:
-                known[id(value)] = _Part(value)
+                known[id(value)] = _BatchPart(value)
                 parts.append(known[id(value)])
             known[id(value)].places += 1
             part.inside.append(known[id(value)])
@@ -101,10 +107,10 @@ def _inside(value: Any) -> list[Any]:
     return found
 
 
-def _memory_held(parts: list[_Part]) -> set[int]:
+def _memory_held(parts: list[_BatchPart]) -> set[int]:
     """The parts whose tensors' memory others hold, or may hold."""
     held = set()
-    together: dict[int, list[_Part]] = {}
+    together: dict[int, list[_BatchPart]] = {}
     for part in parts:
         if _has_plain_memory(part.value):
             together.setdefault(part.value.untyped_storage()._cdata, []).append(part)
@@ -123,11 +129,11 @@ def _has_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().resizable() or tensor.is_shared()
 
 
-def _is_held(sharing: list[_Part]) -> bool:
+def _is_held(sharing: list[_BatchPart]) -> bool:
     """Whether memory has other users than the tensors that share it here, and what they view."""
     of_one, of_base = _usual()
     mine = {id(part.value) for part in sharing}
-    viewed = {id(base): _Part(base) for base in (part.value._base for part in sharing)}
+    viewed = {id(base): _BatchPart(base) for base in (part.value._base for part in sharing)}
     bases = [part for key, part in viewed.items() if key not in mine and part.value is not None]
     users = users_of(sharing[0].value) - of_one
     return users > len(sharing) + len(bases) - 1 or any(
@@ -141,4 +147,4 @@ def _usual() -> tuple[int, int]:
     with torch.inference_mode(False):
         users = users_of(torch.empty(1, device="cpu"))
         view = torch.empty(1, device="cpu").view(1)
-        return users, _Part(view._base).references()
+        return users, _BatchPart(view._base).references()

@@ -28,6 +28,7 @@ from ..evaluation.accuracy import difference
 from ..graphs.captured_call import CapturedCall, RunResult
 from ..graphs.graph import Graph
 from ..graphs.inspection.origins import Operation, Origins
+from ..graphs.memory import lock_of
 from . import recapture
 from .faults import Fault, look_for_fault
 from .lockstep import Lockstep, Parting, more_telling, replay_of
@@ -217,7 +218,7 @@ class _Diagnosing:
         if graph.tree is not None:
             outside |= set(graph.tree.external)
         found: Parting | None = None
-        with graph.pool._lock:
+        with lock_of(graph.pool):
             for pretend in (False, True):
                 if found is None or found.cause is Cause.OPERATIONS:
                     replay = replay_of(graph, self._arguments)

@@ -14,8 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,24 +126,9 @@ def judged(
         said: what it has printed to stderr.
         timeout_s: that time.
     """
-    phase, latest, error, kernel = "", None, None, None
-    over = loaded = False
-    for line in told.splitlines():
-        try:
-            message = json.loads(line)
-        except ValueError:  # It died while it wrote this.
-            break
-        loaded = loaded or message["say"] == "phase"
-        if message["say"] == "phase":
-            phase, latest = message["phase"], None
-        elif message["say"] == "operation":
-            latest = message
-        elif message["say"] == "error":
-            error, kernel = message["error"], message.get("kernel")
-            latest = message.get("operation") or latest
-        elif message["say"] == "over":
-            over = True
-    if over and error is None:
+    heard = _Told.of(told)
+    error, kernel = heard.error, heard.kernel
+    if heard.over and error is None:
         return None, None
     asserted = _ASSERTION.search(said)
     if asserted is not None:
@@ -153,7 +138,7 @@ def judged(
         )
     died = status is None or status < 0 or asserted is not None or _of_device(error)
     if error is None:
-        if not loaded:
+        if not heard.phase:
             why = (said.strip().splitlines() or ["it ended without a word"])[-1]
             return None, f"No child process looked for faults of the device: {why[:160]}"
         if status is None:
@@ -163,7 +148,7 @@ def judged(
         else:
             error = f"the process ended with status {status}"
             died = True
-    place = latest or {}
+    place = heard.place
     return (
         Fault(
             error,
@@ -172,11 +157,50 @@ def judged(
             place.get("line"),
             place.get("index"),
             kernel,
-            phase or "eager",
+            heard.phase or "eager",
             died,
         ),
         None,
     )
+
+
+@dataclass
+class _Told:
+    """What a child has said before it ended.
+
+    Attributes:
+        phase: that it was in; empty before the first.
+        place: its latest operation.
+        error: that it has seen.
+        kernel: in which it was.
+        over: whether the child is done.
+    """
+
+    phase: str = ""
+    place: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    kernel: str | None = None
+    over: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> _Told:
+        """What is in its messages, a JSON object a line."""
+        told = cls()
+        for line in text.splitlines():
+            try:
+                message = json.loads(line)
+            except ValueError:  # It died while it wrote this.
+                break
+            if message["say"] == "phase":
+                told.phase, told.place = message["phase"], {}
+            elif message["say"] == "operation":
+                told.place = message
+            elif message["say"] == "error":
+                told.error, told.kernel = message["error"], message.get("kernel")
+                told.place = message.get("operation") or told.place
+            elif message["say"] == "over":
+                told.over = True
+        return told
 
 
 def _of_device(error: str | None) -> bool:

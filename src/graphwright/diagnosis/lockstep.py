@@ -182,18 +182,15 @@ class Lockstep(OperationMode):
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             func = torch.ops.aten.clone.default  # As the tape does.
-        own = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)) if _plain(t)}
+        own = _memory((args, kwargs))
         shared = [t for t in written(func, args, kwargs) if self._is_outside(t)]
         with _disable_current_modes():
-            before = [t.detach().clone() for t in shared]
+            before = _copies(shared)
         state = _random_state(func, args, kwargs)
         result = func(*args, **kwargs)
-        made = any(
-            _plain(t) and t.untyped_storage().nbytes() and t.untyped_storage().data_ptr() not in own
-            for t in tensors(result)
-        )
         step = self._next
         is_read = isinstance(step, BreakReplayed) and step.func is func
+        made = not _memory(result) <= own
         if not is_read and not needs_step(func, args, kwargs, made=made):
             return result
         if step is None or step.func is not func:
@@ -202,24 +199,33 @@ class Lockstep(OperationMode):
             return result
         with _disable_current_modes():
             values = [*_flat(result), *written(func, args, kwargs)]
-            mine = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
-            after = [t.detach().clone() for t in shared]
+            mine, after = _copies(values), _copies(shared)
             _set(shared, before)
             with _from_state(state):
                 theirs = [*step.run(), *written(func, step.args, step.kwargs)]
             self.compared += 1
             gap = first_difference(theirs, mine, func, args, kwargs)
-            cause, what = (Cause.NONE, "") if gap is None else _why(step, func, args, kwargs)
+            if gap is not None and not gap.steady:
+                self.unsteady.note(values[gap.number], self.latest, self.count - 1, gap.error)
+            elif gap is not None:
+                self._part_at(gap, step, func, args, kwargs)
             _set(shared, after)
-        if gap is not None and not gap.steady:
-            self.unsteady.note(values[gap.number], self.latest, self.count - 1, gap.error)
-        elif gap is not None:
-            self.parting = self.unsteady.behind(args, kwargs)
-            if self.parting is None:
-                self._part(cause, what, gap.error)
-        with _disable_current_modes():  # Between segments, results are copied.
-            self._next = next(self._replay, None)
+            self._next = next(self._replay, None)  # Between segments, results are copied.
         return result
+
+    def _part_at(
+        self,
+        gap: Gap,
+        step: Replayed | BreakReplayed,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """The results of an operation differ: because of one before it, or of itself."""
+        self.parting = self.unsteady.behind(args, kwargs)
+        if self.parting is None:
+            cause, what = _why(step, func, args, kwargs)
+            self._part(cause, what, gap.error)
 
     def _part(self, cause: Cause, what: str, error: str | None = None) -> None:
         assert self.latest is not None
@@ -231,6 +237,16 @@ class Lockstep(OperationMode):
 
 def _plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _memory(tree: Any) -> set[int]:
+    """Where the memory of tensors begins."""
+    storages = (t.untyped_storage() for t in tensors(tree) if _plain(t))
+    return {storage.data_ptr() for storage in storages if storage.nbytes()}
+
+
+def _copies(values: Sequence[Any]) -> list[Any]:
+    return [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in values]
 
 
 def _flat(result: Any) -> list[Any]:

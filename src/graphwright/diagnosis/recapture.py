@@ -24,6 +24,7 @@ from ..calls.operations import tensors, written
 from ..calls.plurals import counted
 from ..graphs.captured_call import CapturedCall
 from ..graphs.cuda.recording import CudaRecording
+from ..graphs.graph import recordings_of
 from ..graphs.inspection.node import Node
 from ..graphs.inspection.origins import Observer, Operation, Origins
 from .lockstep import Parting, Unsteady, first_difference, more_telling
@@ -103,7 +104,7 @@ def stale_node(
             captures = [captures[1], stack.enter_context(graph.recorded_again(None, arguments))]
             if _shapes(captures[0]) != _shapes(captures[1]):
                 return None  # No two captures are alike: nothing follows from a difference.
-        every = [[_cuda(each) for each in of._recordings()] for of in (graph, *captures)]
+        every = [[_cuda(each) for each in recordings_of(of)] for of in (graph, *captures)]
         if len({len(recordings) for recordings in every}) > 1:
             return None  # Another number of segments: other paths were taken before.
         for old, first, second in zip(*every, strict=True):
@@ -144,7 +145,7 @@ def _stale_in(
 
 def _shapes(graph: CapturedCall) -> list[list[Any]]:
     """What the nodes of a graph are, addresses left out."""
-    return [[node.shape for node in each.inspect()[0]] for each in graph._recordings()]
+    return [[node.shape for node in each.inspect()[0]] for each in recordings_of(graph)]
 
 
 class _Patches:

@@ -7,20 +7,20 @@ padding is proved to change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.leaves import are_plain
 from ..calls.modules import FunctionModule
 from ..calls.signature import CallSignature, inside_transform, quick_key
-from ..calls.split import Args, Kwargs, flatten, require_grad, unflatten
+from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
+from ..graphs.memory import budget_of
 from ..graphs.taken_apart import (
     ApartCall,
     TakenApart,
@@ -39,7 +39,7 @@ from ..shapes.positions import HOLDS_POSITIONS
 from ..shapes.selection import MAX_FAMILIES, Answer, BucketSelector
 from .decision import SHARED, UNCAPTURED, UNFITTING, UNPAID, Miss
 from .fast_path import MISS
-from .graph_cache import CacheEntry, GraphCache
+from .graph_cache import CacheEntry, GraphCache, PaddedEntry
 from .graphed_callable import (
     MAX_QUICK,
     GraphedCallable,
@@ -61,25 +61,6 @@ _MANY_FAMILIES = (
     "most calls differ in more than the named sizes{how}; pass plain values that change as "
     "tensors, and name all sizes that vary"
 )
-
-
-@dataclass(eq=False)
-class _PaddedCall:
-    """How calls of some shapes are padded, and the graph that answers them.
-
-    Attributes:
-        entry: of the bucket's graph.
-        plan: how to pad and slice.
-        strides: of the call's leaves.
-        names: of the keyword arguments, in order.
-        positional: how many arguments are positional.
-    """
-
-    entry: CacheEntry
-    plan: PaddingPlan
-    strides: tuple[tuple[int, ...], ...]
-    names: tuple[str, ...]
-    positional: int
 
 
 class BucketedCallable(GraphedCallable):
@@ -175,18 +156,14 @@ class BucketedCallable(GraphedCallable):
         return (each for each in self._with_objects.values() if isinstance(each, _OfTensors))
 
     def _caches(self) -> list[GraphCache]:
-        return [self._entries, *(each._entries for each in self._of_each_kind())]
+        own = super()._caches()
+        return own + [cache for each in self._of_each_kind() for cache in each._caches()]
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
         super().release()
         for each in self._of_each_kind():
             each.release()
-
-    def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
-        if isinstance(found, _PaddedCall):
-            return self._answer_padded(found, args, kwargs)
-        return super()._answer_unusual(found, args, kwargs)
 
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         try:
@@ -212,7 +189,7 @@ class BucketedCallable(GraphedCallable):
             return self._answer_from_family(call, family, sizes)
         # A family has proofs and graphs of its own, as for a plain value that is new in each call.
         is_new, comes_back = super()._sight(call)
-        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+        with budget_of(self.pool).capture(self._answered, comes_back=comes_back) as capture:
             if capture.allowed:
                 return self._answer_from_family(call, family, sizes)
         state.families = known
@@ -301,10 +278,10 @@ class BucketedCallable(GraphedCallable):
         """Pad a call of new shapes and answer it, and remember how for the next ones."""
         args, kwargs = call.args, call.kwargs
         values = plan.pad(leaves)
-        padded, named = unflatten(values, family.sampler.spec)
-        full = CallSignature.of(padded, named)
+        given, named = unflatten(values, family.sampler.spec)
+        full = CallSignature.of(given, named)
         captures = self._entries.captures
-        entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
+        entry = self._entry_for(replace(call, args=given, kwargs=named, signature=full))
         if isinstance(entry, Miss):
             return self._missed(replace(entry, sizes=plan.sizes), args, kwargs)
         graph = entry.graph
@@ -320,51 +297,32 @@ class BucketedCallable(GraphedCallable):
                 wrong = family.check_eagerly(plan)
             if wrong is not None:
                 return self._missed(Miss(PADDING, wrong, plan.sizes), args, kwargs)
-        padded_call = _PaddedCall(
-            entry,
-            plan,
-            tuple(leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves),
-            tuple(kwargs),
-            len(args),
-        )
+        padded = PaddedEntry(call.signature, entry, plan)
         key = quick_key(args, kwargs)
         if key is not None and entry.pure and call.signature.flat is not None:
             if len(self._quick) >= MAX_QUICK:
                 self._quick.clear()
-            self._quick[key] = padded_call
-        result = self._run_padded(padded_call, args, kwargs, leaves, values)
+            padded.shortcut = self._make_shortcut(entry, call.signature, plan.around)
+            self._quick[key] = padded
+        result = self._run_padded(padded, args, kwargs, leaves, values)
         self._tally.after_capture += self._entries.captures > captures
         return result
 
-    def _answer_padded(self, padded_call: _PaddedCall, args: Args, kwargs: Kwargs) -> Any:
+    def _answer_padded(self, padded: PaddedEntry, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call whose padding is known by its shapes, once all else about it is checked."""
-        entry, plan, names = padded_call.entry, padded_call.plan, padded_call.names
-        if len(args) != padded_call.positional or len(kwargs) != len(names) or not entry.ready:
-            return self._find(args, kwargs)
-        try:
-            leaves = (*args, *map(kwargs.__getitem__, names))
-        except KeyError:
-            return self._find(args, kwargs)
-        if not are_plain(leaves) or inside_transform() or capturing_now():
-            return self._find(args, kwargs)
-        for leaf, stride in zip(leaves, padded_call.strides, strict=True):
-            if leaf.stride() != stride:
-                return self._find(args, kwargs)
+        entry, signature = padded.entry, padded.signature
         with_grad = torch.is_grad_enabled()
-        if with_grad and (entry.state.training or require_grad(leaves, {})):
+        shut = inside_transform() or capturing_now() or not entry.ready
+        if shut or entry.grad not in (None, with_grad) or not signature.fits(args, kwargs):
             return self._find(args, kwargs)
-        if entry.grad not in (None, with_grad):
+        if with_grad and (entry.state.training or signature.wants_grad):
             return self._find(args, kwargs)
-        values = plan.pad(leaves)
-        padded = tuple(values[: padded_call.positional])
-        named = dict(zip(names, values[padded_call.positional :], strict=True))
-        if not entry.signature.fits(padded, named):
-            return self._find(args, kwargs)
-        return self._run_padded(padded_call, args, kwargs, leaves, values)
+        leaves = signature.taken_apart(args, kwargs).leaves
+        return self._run_padded(padded, args, kwargs, leaves, padded.plan.pad(leaves))
 
     def _run_padded(
         self,
-        padded_call: _PaddedCall,
+        padded: PaddedEntry,
         args: Args,
         kwargs: Kwargs,
         leaves: Sequence[Any],
@@ -373,13 +331,13 @@ class BucketedCallable(GraphedCallable):
         """Run a bucket's graph on padded arguments, and slice what it returns.
 
         Args:
-            padded_call: how the call is padded.
+            padded: how the call is padded.
             args: of the call.
             kwargs: likewise.
             leaves: of its arguments.
             values: the same, padded.
         """
-        entry, plan, graph = padded_call.entry, padded_call.plan, padded_call.entry.graph
+        entry, plan, graph = padded.entry, padded.plan, padded.entry.graph
         assert graph is not None
         if not entry.pure and entry.state.watch.changed() is not None:
             return self._find(args, kwargs)
@@ -395,16 +353,19 @@ class BucketedCallable(GraphedCallable):
             return self._find(args, kwargs)
         if not entry.pure:
             plan.write_back(graph.written, leaves, values)
-        tally = self._tally
-        tally.padded[plan.bucket, plan.sizes] += 1
-        if entry is not self._recent_bucket:
-            self._recent_bucket = entry
-            self._entries.touch(entry)
-        every = self._audit_every
+        self._count_padded(padded)
+        every, tally = self._audit_every, self._tally
         if every is not None and entry.pure and sum(tally.padded.values()) % every == 0:
             compare(result, self._run_detached(args, kwargs), graph.name, other_kernels=True)
             tally.audits += 1
         return result
+
+    def _count_padded(self, padded: PaddedEntry) -> None:
+        entry, plan = padded.entry, padded.plan
+        self._tally.padded[plan.bucket, plan.sizes] += 1
+        if entry is not self._recent_bucket:
+            self._recent_bucket = entry
+            self._entries.touch(entry)
 
     def _answer_in_chunks(
         self,
@@ -451,7 +412,7 @@ class BucketedCallable(GraphedCallable):
         self._quick = {
             key: found
             for key, found in self._quick.items()
-            if not (isinstance(found, _PaddedCall) and found.entry is entry)
+            if not (isinstance(found, PaddedEntry) and found.entry is entry)
         }
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:

@@ -66,15 +66,19 @@ class Fallback:
             words = self._words()
             raise SignatureError(f"{words.refused}: {reason}", remedy=words.remedy)
 
-    def tell(self, category: str, reason: str = "", how: str = RUNS_EAGERLY) -> None:
+    def tell(
+        self, category: str, reason: str = "", how: str = RUNS_EAGERLY, *, kind: str | None = None
+    ) -> None:
         """Warn of calls that nothing answers, once for each kind.
 
         Args:
             category: why, as it is counted.
             reason: why, in detail.
             how: what such calls do instead.
+            kind: what is told of once; by default the category, or the reason of some.
         """
-        kind = reason if category in _TOLD_BY_REASON else category
+        if kind is None:
+            kind = reason if category in _TOLD_BY_REASON else category
         if self._words is None or category in _PASSING or kind in self._told:
             return
         self._told.add(kind)

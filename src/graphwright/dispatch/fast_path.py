@@ -19,6 +19,7 @@ from ..calls.split import Args, Kwargs, MixedArguments, Pattern, in_order_of
 from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
+from ..graphs.static_tensors import Launch
 
 # What a shortcut returns for a call that it cannot answer.
 MISS = object()
@@ -27,7 +28,6 @@ MISS = object()
 _MAKES = 4
 
 Shortcut = Callable[[Args, Kwargs], Any]
-Launch = Callable[[Sequence[torch.Tensor]], Any]
 _NO_KWARGS: Kwargs = {}
 
 
@@ -138,6 +138,9 @@ def _fast(
     def as_before() -> bool:
         return lasting_switches() == expected and unchanged()
 
+    def answered_otherwise(error: Exception) -> bool:
+        return isinstance(error, GraphClosed) or not as_before()
+
     def fast(args: Args, kwargs: Kwargs) -> Any:
         nonlocal changed_last_time, compiled, made
         tensors = None if compiled is None else compiled(args, kwargs)
@@ -163,10 +166,8 @@ def _fast(
                     result = launch(tensors)
             else:
                 result = launch(tensors)
-        except GraphClosed:
-            return MISS
-        except Exception:
-            if not as_before():
+        except Exception as error:
+            if answered_otherwise(error):
                 return MISS
             raise
         changed_last_time = not as_before()

@@ -17,7 +17,7 @@ from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.graph import GraphState
-from ..graphs.memory import MemoryPool
+from ..graphs.memory import MemoryPool, closings_of, lock_of, touch, trim
 from ..graphs.turns import turns_of
 from .fast_path import Shortcut
 from .payoff import Payoff
@@ -25,6 +25,7 @@ from .payoff import Payoff
 if TYPE_CHECKING:
     from ..shapes.dynamic_signature import DynamicSignature
     from ..shapes.family import ShapeFamily
+    from ..shapes.padding import PaddingPlan
     from ..shapes.verdicts import Verdicts
 
 # States without a graph that are remembered, in case that they come back.
@@ -107,8 +108,8 @@ class CacheEntry:
     pure: bool
     grad: bool | None
     error: GraphwrightError | None = None
-    # The pool's version when the capture was refused; None if more room would not help.
-    pool_version: int | None = 0
+    # How many graphs of the pool were closed by then; None if more room would not help.
+    closings: int | None = 0
     # Calls that the graph answered without padding.
     hits: int = 0
     # The named sizes, if there are buckets.
@@ -126,6 +127,23 @@ class CacheEntry:
     def ready(self) -> bool:
         """Whether its graph can be replayed."""
         return self.graph is not None and self.graph.state is GraphState.READY
+
+
+@dataclass(eq=False)
+class PaddedEntry:
+    """How calls of a signature are padded, and the graph that answers them.
+
+    Attributes:
+        signature: of the calls, before they are padded.
+        entry: of the bucket's graph.
+        plan: how to pad and slice.
+        shortcut: the fast path to the answer; None if there is none.
+    """
+
+    signature: CallSignature
+    entry: CacheEntry
+    plan: PaddingPlan
+    shortcut: Shortcut | None = None
 
 
 class GraphCache:
@@ -167,6 +185,7 @@ class GraphCache:
         self.checks: Checks = checks
         self.pool = pool
         self.captures = 0
+        self._lock = lock_of(pool)
         self._outputs: Outputs = outputs
         self._breaks: Breaks = breaks
         self._objects = objects
@@ -204,7 +223,7 @@ class GraphCache:
 
     def known_state(self) -> StateGraphs | None:
         """The module's current state, if it was in it before."""
-        with self.pool._lock:
+        with self._lock:
             states = self._states
             found = next((s for s in states if s.watch.unchanged()), None)
             if found is None:  # What looks other may be equal, which takes longer to find out.
@@ -222,7 +241,7 @@ class GraphCache:
         Args:
             bare: how many states without a graph are remembered.
         """
-        with self.pool._lock:
+        with self._lock:
             known = self.known_state()
             if known is not None:
                 return known
@@ -297,10 +316,10 @@ class GraphCache:
         """Make an entry the most recently used one."""
         graph = entry.graph
         if graph is not None:
-            with self.pool._lock:
+            with self._lock:
                 if self._order.pop(graph, None) is not None:
                     self._order[graph] = entry
-                self.pool._touch(graph)
+                touch(self.pool, graph)
 
     def refuse(
         self,
@@ -312,7 +331,7 @@ class GraphCache:
         for_good: bool = False,
     ) -> None:
         """Remember why a signature has no graph, until the pool has more room or `for_good`."""
-        version = None if for_good else self.pool._version
+        closings = None if for_good else closings_of(self.pool)
         # Not the error itself: the frames of its traceback hold tensors.
         cls = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
         error = cls(error.what, where=error.where, remedy=error.remedy)
@@ -320,15 +339,19 @@ class GraphCache:
         if len(refused) >= _MAX_REFUSED:
             del state.entries[refused[0]]
         state.entries[signature, grad] = CacheEntry(
-            signature, state, None, False, grad, error, version
+            signature, state, None, False, grad, error, closings
         )
+
+    def why_refused(self, entry: CacheEntry) -> GraphwrightError | None:
+        """Why an entry has no graph; None if a capture may do now."""
+        return entry.error if entry.closings in (None, closings_of(self.pool)) else None
 
     def capture(
         self, signature: CallSignature, state: StateGraphs, args: Args, kwargs: Kwargs
     ) -> CacheEntry:
         """Capture a graph for a call."""
         # Before the lock: an eager call that this waits for may need the lock.
-        with self.turns.alone(), self.pool._lock:
+        with self.turns.alone(), self._lock:
             entry = state.entries.get((signature, self.grad_mode()))
             if entry is not None and entry.ready:
                 return entry  # Another thread was faster.
@@ -350,7 +373,7 @@ class GraphCache:
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
         # As in `capture`: the turn before the lock.
-        with self.turns.alone(), self.pool._lock:
+        with self.turns.alone(), self._lock:
             return self._capture_all(calls, step)
 
     def _capture_all(
@@ -378,7 +401,7 @@ class GraphCache:
                 self.discard(entry)
             for graph, _, _ in waiting:
                 graph.close()
-            self.pool._trim()
+            trim(self.pool)
             raise
         return made
 
@@ -423,7 +446,7 @@ class GraphCache:
 
     def give_up(self, entry: CacheEntry, error: GraphwrightError) -> None:
         """Close a graph; its calls run eagerly from now on, or by one graph where that will do."""
-        with self.pool._lock:
+        with self._lock:
             signature, state, grad = entry.signature, entry.state, entry.grad
             one_does = entry.graph is not None and entry.graph.looks
             self.discard(entry)
@@ -431,7 +454,7 @@ class GraphCache:
                 self._may_look = False
             else:
                 self.refuse(signature, state, grad, error, for_good=True)
-            self.pool._trim()
+            trim(self.pool)
 
     def discard(self, entry: CacheEntry) -> None:
         """Close an entry's graph and drop the entry."""
@@ -453,10 +476,10 @@ class GraphCache:
 
     def release(self) -> None:
         """Close all graphs."""
-        with self.pool._lock:
+        with self._lock:
             for state in list(self._states):
                 self._drop(state)
-            self.pool._trim()
+            trim(self.pool)
 
 
 def _by_grad_mode(module: nn.Module) -> bool:

@@ -59,13 +59,14 @@ from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tensors
 from ..graphs.graph import Graph, GraphClosed
-from ..graphs.memory import MemoryPool, pool_problem
+from ..graphs.memory import MemoryPool, budget_of, pool_problem
 from ..graphs.python_state import StateChanges
+from ..graphs.static_tensors import Around
 from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, progress_shown
-from .carried_state import CarriedState, reached
+from .carried_state import Answer, CarriedState, reached
 from .decision import (
     FIRST_CARRIED,
     LIMIT,
@@ -80,7 +81,7 @@ from .decision import (
 )
 from .fallback import Fallback, Words
 from .fast_path import MISS, Shortcut, shortcut
-from .graph_cache import MAX_BARE, CacheEntry, GraphCache, StateGraphs
+from .graph_cache import MAX_BARE, CacheEntry, GraphCache, PaddedEntry, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
 from .statistics import CallStatistics, Tally, both, explained, summary, to_html
@@ -269,21 +270,24 @@ class GraphedCallable(FunctionStandIn):
         """The fast path to an entry's graph; None if it has none."""
         if entry.shortcut is not None:
             return entry.shortcut
-        entry.shortcut = made = self._make_shortcut(entry)
+        entry.shortcut = made = self._make_shortcut(entry, entry.signature)
         return made
 
-    def _make_shortcut(self, entry: CacheEntry) -> Shortcut | None:
+    def _make_shortcut(
+        self, entry: CacheEntry, signature: CallSignature, around: Around | None = None
+    ) -> Shortcut | None:
+        """A function for calls of a signature, of what is around a launch of an entry's graph."""
         if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
         if self._audit_every is not None or self._is_timed(entry):
             return None
         state = entry.state
         return shortcut(
-            entry.signature,
-            entry.graph.launcher(),
+            signature,
+            entry.graph.launcher(around),
             state.watch.unchanged,
             training=state.training,
-            checks=self._entries.checks,
+            checks=self._entries.checks if around is None else "full",
         )
 
     def _answer(
@@ -483,6 +487,12 @@ class GraphedCallable(FunctionStandIn):
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
+        if isinstance(found, PaddedEntry):
+            result = MISS if found.shortcut is None else found.shortcut(args, kwargs)
+            if result is MISS:
+                return self._answer_padded(found, args, kwargs)
+            self._count_padded(found)
+            return result
         if found is None and kwargs:
             named = self._in_one_order(kwargs)
             if named is not kwargs:
@@ -491,6 +501,13 @@ class GraphedCallable(FunctionStandIn):
         if refused is not None and not refused.signature.fits(args, kwargs):
             refused = None
         return self._find(args, kwargs, refused)
+
+    def _answer_padded(self, padded: PaddedEntry, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call whose padding is known by its shapes, and that has no fast path."""
+        return self._find(args, kwargs)
+
+    def _count_padded(self, padded: PaddedEntry) -> None:
+        """Count a call that was padded."""
 
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         """Answer a call that no graph fits."""
@@ -521,7 +538,7 @@ class GraphedCallable(FunctionStandIn):
         if self.on_miss != "capture":
             return Miss(UNFITTING, self._why(call))
         is_new, comes_back = self._sight(call)
-        with self.pool._budget.capture(self._answered, comes_back=comes_back) as capture:
+        with budget_of(self.pool).capture(self._answered, comes_back=comes_back) as capture:
             if not capture.allowed:
                 return self._postpone(call, is_new=is_new)
             found = self._capture(call, capture)
@@ -533,9 +550,10 @@ class GraphedCallable(FunctionStandIn):
 
     def _known_refusal(self, call: UncapturedCall, entry: CacheEntry) -> Miss | None:
         """Why a call has no graph, as it is known from before; None if a capture may do now."""
-        if entry.error is None or entry.pool_version not in (None, self.pool._version):
+        error = self._entries.why_refused(entry)
+        if error is None:
             return None
-        missed = Miss(_category_of(entry.error), in_words(entry.error)[0])
+        missed = Miss(_category_of(error), in_words(error)[0])
         if self.on_miss == "capture":
             self._refuse(call, call.looked_s, missed)
         return missed
@@ -620,7 +638,7 @@ class GraphedCallable(FunctionStandIn):
             whether its kind is new in this state, and whether it comes back after calls of other
             kinds, or of others in the pool, and may have its one free graph.
         """
-        turn = self.pool._budget.turn_of(self)
+        turn = budget_of(self.pool).turn_of(self)
         mine = self._tally.calls(self._entries.ready())
         seen = call.state.sighted(call.signature, call.grad, (mine, turn))
         # What grows with each call comes back with each text: as many graphs as it has calls.
@@ -991,7 +1009,7 @@ class GraphedCallable(FunctionStandIn):
         """Close all graphs; the next calls capture theirs again."""
         self._waiting.clear()
         self._rest = None
-        self.pool._budget.renew()
+        budget_of(self.pool).renew()
         self._quick.clear()
         self._stop_carrying()
         self._carrying.left = _MOST_CARRIED
@@ -1196,6 +1214,11 @@ def _changes(before: StateGraphs) -> str:
 
 def _category_of(error: GraphwrightError) -> str:
     return LIMIT if isinstance(error, MemoryBudgetExceeded) else UNCAPTURED
+
+
+def answer_of(graphs: GraphedCallable) -> Answer:
+    """What answers calls whose arguments are a tuple and a dictionary; as calling it does."""
+    return graphs._call
 
 
 def name_of(fn: Callable[..., Any]) -> str:

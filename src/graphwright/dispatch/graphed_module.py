@@ -18,7 +18,8 @@ from ..graphs.captured_call import Breaks, Outputs
 from ..graphs.graph import Graph
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
-from .graphed_callable import GraphedCallable, OnMiss, name_of
+from .carried_state import Answer
+from .graphed_callable import GraphedCallable, OnMiss, answer_of, name_of
 from .statistics import CallStatistics, to_html
 
 
@@ -29,20 +30,22 @@ class GraphedModule(ModuleProxy):
     everything else read and change the module itself.
     """
 
-    __slots__ = ("_graphs",)
+    __slots__ = ("_answer", "_graphs")
     _graphwright_maker = "graph"
 
+    _answer: Answer
     _graphs: GraphedCallable
 
     def __init__(self, graphs: GraphedCallable) -> None:
         assert isinstance(graphs.fn, nn.Module)
         super().__init__(graphs.fn)
         object.__setattr__(self, "_graphs", graphs)
+        object.__setattr__(self, "_answer", answer_of(graphs))
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call; as `GraphedCallable.__call__`."""
-        return self._graphs._call(args, kwargs)
+        return self._answer(args, kwargs)
 
     @property
     def pool(self) -> MemoryPool:

@@ -36,6 +36,7 @@ class WaitingCalls:
 
     Attributes:
         looks: those in vain, in a row.
+        resting: why calls at rest are eager: as the last one that was looked at.
         refusal: why the last capture was refused, if that was the last one.
     """
 
@@ -46,15 +47,14 @@ class WaitingCalls:
         self.begin_anew()
 
     def __repr__(self) -> str:
-        rests = f"at rest: {self._resting.category}" if self.looks.rests else "looking"
+        rests = f"at rest: {self.resting.category}" if self.looks.rests else "looking"
         return f"{type(self).__name__}({rests}, {len(self._refused)} refused)"
 
     def begin_anew(self) -> None:
         """Forget which calls have had no graph, but for those that were refused."""
         self.looks = Looks()
         self.refusal: str | None = None
-        # Why calls at rest are eager: as the last one that was looked at.
-        self._resting = Miss(NOT_YET, way="unexamined")
+        self.resting = Miss(NOT_YET, way="unexamined")
         # What keeps captures from paying off, in words, by its cause.
         self._unpaid: dict[str, str] = {}
         # New kinds of calls that wait, none of which has come back so far.
@@ -73,7 +73,7 @@ class WaitingCalls:
             refused: what is known of calls of its signature, as far as that is known.
         """
         if self.looks.rests:
-            return self._resting
+            return self.resting
         return refused.miss if refused is not None and refused.looks.rests else None
 
     def refused(self, signature: CallSignature) -> Refused | None:
@@ -125,7 +125,7 @@ class WaitingCalls:
 
     def postpone(
         self,
-        signature: CallSignature,
+        signature: CallSignature | None,
         looked_s: float,
         unpaid: Callable[[], tuple[str, str]],
         *,
@@ -135,14 +135,14 @@ class WaitingCalls:
         """Why a call is eager that the budget for captures leaves none for.
 
         Args:
-            signature: of the call.
+            signature: of the call; None where those that were refused are known elsewhere.
             looked_s: seconds that it took to see that there is no graph.
             unpaid: what makes most calls another kind: a cause, and the reason with what to do.
             is_new: whether its kind is new.
             no_room: whether its graph would take the place of another that may come back.
         """
         self.looks.failed(looked_s, is_new=is_new)
-        refused = self._refused.get(signature)
+        refused = None if signature is None else self._refused.get(signature)
         if refused is not None:
             refused.looks.failed(looked_s)
             missed = refused.miss
@@ -157,5 +157,5 @@ class WaitingCalls:
             else:
                 missed = Miss(NOT_YET, "it is captured when it comes back after other calls")
         missed = replace(missed, way="detached")
-        self._resting = replace(missed, way="unexamined")
+        self.resting = replace(missed, way="unexamined")
         return missed

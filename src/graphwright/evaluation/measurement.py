@@ -152,6 +152,14 @@ class Measurement:
         mine, theirs = self.rounds(objective), other.rounds(objective)
         return [a / b for a, b in zip(mine, theirs, strict=True)]
 
+    def and_then(self, later: Measurement) -> Measurement:
+        """The rounds of both, one set after the other."""
+        return Measurement(
+            self.latency + later.latency,
+            self.throughput + later.throughput,
+            max(self.interrupted, later.interrupted),
+        )
+
 
 def _undisturbed_median(seconds: Sequence[float], fastest: float) -> float:
     """The median of the calls that were not held up; of all if all were."""
@@ -261,6 +269,86 @@ class Timer:
         return float(begin.elapsed_time(end)) / 1e3 / len(single)
 
 
+@dataclass
+class _Timed:
+    """One of several callables that are timed in turns, and what was measured so far.
+
+    Attributes:
+        call: it.
+        fastest: seconds of its fastest call.
+        latency: seconds of single calls, by round.
+        throughput: seconds per call of calls back to back, by round.
+        total: all single calls.
+        disturbed: how many rounds were.
+        in_vain: pauses in a row after which it was disturbed still.
+    """
+
+    call: Call
+    fastest: float
+    latency: list[tuple[float, ...]] = field(default_factory=list)
+    throughput: list[float] = field(default_factory=list)
+    total: _Block = field(default_factory=_Block)
+    disturbed: int = 0
+    in_vain: int = 0
+
+    @property
+    def block_size(self) -> int:
+        """Calls of a block, by the fastest one: one that was held up says little about others."""
+        return max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(self.fastest, 1e-9))))
+
+    def add(self, block: _Block, *, disturbed: bool) -> None:
+        """Take in the single calls of a round."""
+        self.disturbed += disturbed
+        self.fastest = min(self.fastest, *block.seconds)
+        self.total.add(block)
+        self.latency.append(tuple(round(s, DIGITS) for s in block.seconds))
+
+    def measurement(self) -> Measurement:
+        """All rounds."""
+        disturbed_share = self.disturbed / len(self.latency)
+        interrupted = max(self.total.interrupted_share, disturbed_share)
+        return Measurement(tuple(self.latency), tuple(self.throughput), interrupted)
+
+
+class _Placing:
+    """Times calls where and when they are not disturbed, as far as pauses help.
+
+    Args:
+        timer: where they run.
+        sleep: waits for seconds.
+
+    Attributes:
+        paused_s: seconds of all pauses so far.
+    """
+
+    def __init__(self, timer: Timer, sleep: Callable[[float], object]) -> None:
+        self.paused_s = 0.0
+        self._timer, self._sleep = timer, sleep
+
+    def block(self, timed: _Timed, most: float) -> _Block:
+        """Time a block of calls, and while it is disturbed another one after a pause.
+
+        Args:
+            timed: what is called.
+            most: seconds; if all calls take more, the block is disturbed.
+        """
+        size = timed.block_size
+        block = _timed_calls(self._timer, timed.call, size)
+        while block.is_disturbed(most):
+            pause_s = min(PLACING_S * 2**timed.in_vain, PLACINGS_S - self.paused_s)
+            if timed.in_vain == IN_VAIN or pause_s <= 0:
+                return block
+            timed.in_vain += 1
+            self.paused_s += pause_s
+            self._sleep(pause_s)
+            if block.shares_a_processor:
+                _change_processor()
+            self._timer.once(timed.call)
+            block = _timed_calls(self._timer, timed.call, size)
+        timed.in_vain = 0
+        return block
+
+
 def interleave(
     calls: Mapping[str, Call],
     timer: Timer,
@@ -286,26 +374,15 @@ def interleave(
     Returns:
         a Measurement for each name, with as many rounds as all the others.
     """
-    names = list(calls)
     fastest = {} if fastest is None else fastest
-    for name in names:
-        fastest[name] = min(_warm_up(calls[name], timer), fastest.get(name, math.inf))
-    latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
-    throughput: dict[str, list[float]] = {name: [] for name in names}
-    total = {name: _Block() for name in names}
-    disturbed = dict.fromkeys(names, 0)
-    in_vain = dict.fromkeys(names, 0)
-    paused_s = 0.0
+    timed: dict[str, _Timed] = {}
+    for name, call in calls.items():
+        fastest[name] = min(_warm_up(call, timer), fastest.get(name, math.inf))
+        timed[name] = _Timed(call, fastest[name])
+    names, placing = list(timed), _Placing(timer, sleep)
 
     def found() -> dict[str, Measurement]:
-        return {
-            name: Measurement(
-                tuple(latency[name]),
-                tuple(throughput[name]),
-                max(total[name].interrupted_share, disturbed[name] / len(latency[name])),
-            )
-            for name in names
-        }
+        return {name: each.measurement() for name, each in timed.items()}
 
     deadline = clock() + budget_s
     with collection_held_off():
@@ -316,37 +393,20 @@ def interleave(
                 if telling or late_s >= TELLING_S_EACH * len(names):
                     break
             # What is no longer waited for says little.
-            if turn >= MIN_ROUNDS and paused_s >= PLACINGS_S:
+            if turn >= MIN_ROUNDS and placing.paused_s >= PLACINGS_S:
                 break
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
-                call = calls[name]
+                each = timed[name]
                 # One call for the caches that the callable before has used; a long one fills them
                 # early on.
-                if fastest[name] < MAX_BLOCK_S:
-                    timer.once(call)
-                # The fastest call so far: one that was held up says little about the others.
-                size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
-                block = _timed_calls(timer, call, size)
-                most = timer.slowest_block * fastest[name]
-                while block.is_disturbed(most):
-                    pause_s = min(PLACING_S * 2 ** in_vain[name], PLACINGS_S - paused_s)
-                    if in_vain[name] == IN_VAIN or pause_s <= 0:
-                        break
-                    in_vain[name] += 1
-                    paused_s += pause_s
-                    sleep(pause_s)
-                    if block.shares_a_processor:
-                        _change_processor()
-                    timer.once(call)
-                    block = _timed_calls(timer, call, size)
-                else:
-                    in_vain[name] = 0
-                disturbed[name] += block.is_disturbed(most)
-                fastest[name] = min(fastest[name], *block.seconds)
-                total[name].add(block)
-                latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))
-                throughput[name].append(round(timer.back_to_back(call, block.seconds), DIGITS))
+                if each.fastest < MAX_BLOCK_S:
+                    timer.once(each.call)
+                most = timer.slowest_block * each.fastest
+                block = placing.block(each, most)
+                each.add(block, disturbed=block.is_disturbed(most))
+                each.throughput.append(round(timer.back_to_back(each.call, block.seconds), DIGITS))
+                fastest[name] = each.fastest
     return found()
 
 

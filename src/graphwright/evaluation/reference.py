@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +81,8 @@ class Case:
 class Reference:
     """Eager's behaviour on several inputs and its own distance from float64.
 
-    `left_out` names the variations of the sample that eager itself does not survive.
+    `left_out` names the variations of the sample that eager itself does not survive; `call_s` is
+    about what one eager call takes, in seconds.
     """
 
     cases: list[Case]
@@ -91,6 +93,7 @@ class Reference:
     tf32: bool = False
     notes: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    call_s: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         # The state belongs to a module of this process; a loaded reference gets another one.
@@ -334,18 +337,7 @@ def _reference(
     tolerance: float | None,
     seed: int,
 ) -> Reference:
-    try:
-        with state.iterators.guarded():
-            first = run(model, call, state)
-        second = run(model, call, state)
-    except GraphwrightError:
-        raise
-    except Exception as error:
-        raise ModelFailed(
-            f"The model fails in eager with the sample inputs: {first_line(error)}",
-            where=user_frame(error),
-            remedy=_remedy(error),
-        ) from error
+    first, second, call_s = _twice(model, call, state)
     if not any(isinstance(v, torch.Tensor) for v in first.outputs.values()):
         raise SignatureError(
             "The model returns no tensor, so that there is nothing to compare.",
@@ -354,11 +346,7 @@ def _reference(
     notes: list[str] = []
     _refuse_disagreement(first, second, tolerance)
     try:
-        outcome, operations = exact_outcome(model, module, call, state)
-        exact = tensors_in(outcome)
-        gap = errors(first, exact)
-        if any(not error.rms <= _ANOTHER_PATH for error in gap.values()):
-            raise ArithmeticError("its float64 run takes another path")
+        exact, operations = _exact(model, module, call, state, first)
     except Exception as error:
         exact, operations = None, {"aten::mm", "aten::convolution"}
         notes.append(f"no float64 reference ({first_line(error, 120)}): compared with eager itself")
@@ -396,12 +384,8 @@ def _reference(
         else:
             notes.append(f"Not verified with {name}: eager {found}")
     notes += notes_on_masks(call)
-    measured = [case.eager_error for case in cases]
-    measured.append(errors(second, cases[0].exact))
-    if exact is None:
-        own = _assumed(first)
-    else:
-        own = {name: _pooled([m[name] for m in measured if name in m]) for name in measured[0]}
+    measured = [*(case.eager_error for case in cases), errors(second, cases[0].exact)]
+    own = _assumed(first) if exact is None else _pooled(measured)
     tf32 = _permits_tf32(call, operations)
     if tf32:
         notes.append(
@@ -409,7 +393,44 @@ def _reference(
             "candidates may use it where eager happens not to."
         )
     aliases = aliases_of(model, call, state)
-    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out)
+    return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out, call_s)
+
+
+def _twice(model: Model, call: Call, state: ModuleState) -> tuple[Outcome, Outcome, float]:
+    """Two eager runs of a call, and the seconds of the second one.
+
+    Raises:
+        ModelFailed: the model raises an error.
+    """
+    try:
+        with state.iterators.guarded():
+            first = run(model, call, state)
+        began = time.perf_counter()
+        second = run(model, call, state)
+        return first, second, time.perf_counter() - began
+    except GraphwrightError:
+        raise
+    except Exception as error:
+        raise ModelFailed(
+            f"The model fails in eager with the sample inputs: {first_line(error)}",
+            where=user_frame(error),
+            remedy=_remedy(error),
+        ) from error
+
+
+def _exact(
+    model: Model, module: nn.Module, call: Call, state: ModuleState, eager: Outcome
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The tensors of a run in float64, and its operations.
+
+    Raises:
+        ArithmeticError: it takes another path than eager.
+    """
+    outcome, operations = exact_outcome(model, module, call, state)
+    exact = tensors_in(outcome)
+    if any(not error.rms <= _ANOTHER_PATH for error in errors(eager, exact).values()):
+        raise ArithmeticError("its float64 run takes another path")
+    return exact, operations
 
 
 def refuse_changed_containers(reference: Reference) -> None:
@@ -450,9 +471,14 @@ def _assumed_error(dtype: torch.dtype) -> float:
     return _ASSUMED_ERROR.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
 
 
-def _pooled(errors: list[ErrorMeasure]) -> ErrorMeasure:
-    rms = math.sqrt(sum(e.rms**2 for e in errors) / len(errors))
-    return ErrorMeasure(rms, max(e.max for e in errors))
+def _pooled(measured: Sequence[Mapping[str, ErrorMeasure]]) -> dict[str, ErrorMeasure]:
+    """The errors of several runs as one, by name."""
+    found = {}
+    for name in measured[0]:
+        several = [each[name] for each in measured if name in each]
+        rms = math.sqrt(sum(e.rms**2 for e in several) / len(several))
+        found[name] = ErrorMeasure(rms, max(e.max for e in several))
+    return found
 
 
 def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | None) -> None:

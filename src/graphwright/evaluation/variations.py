@@ -47,15 +47,18 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[V
     }
     if flags:
         changes.append((*_lowered_in_words(flags), lambda t: t - 1 if _is_flag(t, masks) else t))
-    if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
+    if not any(map(_is_varied, call.tensors())):
         return
     for name, hint, change in changes:
         mine = replace(call.clone(), name=name)
         with torch.no_grad():
-            for tensor in mine.tensors():
-                if tensor.numel() and can_hold_anything(tensor):
-                    tensor.copy_(change(tensor.detach()))
+            for tensor in filter(_is_varied, mine.tensors()):
+                tensor.copy_(change(tensor.detach()))
         yield Variation(mine, hint)
+
+
+def _is_varied(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and can_hold_anything(tensor)
 
 
 def milder(sample: Call, other: Call) -> Iterator[tuple[str, Call]]:

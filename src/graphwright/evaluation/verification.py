@@ -31,7 +31,7 @@ from .reference import Case, Reference, aliases_of
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """Whether a candidate is right, or why not, and its error on the worst leaf."""
 
     ok: bool
@@ -39,36 +39,30 @@ class Verdict:
     error: ErrorMeasure | None = None
 
 
-def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verdict:
+def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verification:
     """Compare one outcome with those of eager and float64 for the same inputs.
 
     `ulp` is the unit in the last place of a lossy precision that the caller allowed.
     """
     if outcome.spec != case.eager.spec:
-        return Verdict(False, "the output's structure differs from eager's")
+        return Verification(False, "the output's structure differs from eager's")
     want, have = case.eager.leaves(), outcome.leaves()
     worst: ErrorMeasure | None = None
-    for name in (*want, *(n for n in have if n not in want)):
+    for name in {**want, **have}:
         if name not in have or name not in want:
             which = "not changed, eager changes it" if name in want else "changed, eager leaves it"
-            return Verdict(False, f"{name}: {which}")
+            return Verification(False, f"{name}: {which}")
         leaf, expected = have[name], want[name]
-        if not isinstance(leaf, torch.Tensor) or not isinstance(expected, torch.Tensor):
-            if type(leaf) is not type(expected) or not _same_value(leaf, expected):
-                return Verdict(False, f"{name} is {leaf!r}, eager's is {expected!r}")
+        why = _another_kind(leaf, expected)
+        if why is not None:
+            return Verification(False, f"{name} {why}")
+        if not isinstance(leaf, torch.Tensor):
             continue
-        for what in ("shape", "dtype", "device"):
-            mine, theirs = getattr(leaf, what), getattr(expected, what)
-            if mine != theirs:
-                return Verdict(False, f"{name} has {what} {mine}, eager's has {theirs}")
-        if leaf.numel() and layout(leaf) != layout(expected):
-            have_, want_ = leaf.stride(), expected.stride()
-            return Verdict(False, f"{name} has strides {have_}, eager's has {want_}")
         if name in case.eager_error and same_bits(leaf, expected):
             worst = worse(worst, case.eager_error[name])
             continue
         if not torch.equal(special_values(leaf), special_values(expected)):
-            return Verdict(False, f"{name} has NaN or Inf in other places than eager's")
+            return Verification(False, f"{name} has NaN or Inf in other places than eager's")
         exact = case.exact.get(name, expected)
         if exact.shape != expected.shape:
             exact = expected
@@ -76,20 +70,34 @@ def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = No
         limit = ref.limit(name, leaf, peak, ulp)
         worst = worse(worst, error)
         if not (error.rms <= limit.rms and error.max <= limit.max):
-            return Verdict(
+            return Verification(
                 False,
                 f"{name} is off by {error.rms:.1e} (rms) and {error.max:.1e} (largest); "
                 f"allowed {limit.rms:.1e} and {limit.max:.1e}",
                 error,
             )
-    return Verdict(True, error=worst)
+    return Verification(True, error=worst)
+
+
+def _another_kind(leaf: Any, expected: Any) -> str | None:
+    """How a leaf differs from eager's in more than a tensor's elements, in words, or None."""
+    if not isinstance(leaf, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        same = type(leaf) is type(expected) and _same_value(leaf, expected)
+        return None if same else f"is {leaf!r}, eager's is {expected!r}"
+    for what in ("shape", "dtype", "device"):
+        mine, theirs = getattr(leaf, what), getattr(expected, what)
+        if mine != theirs:
+            return f"has {what} {mine}, eager's has {theirs}"
+    if leaf.numel() and layout(leaf) != layout(expected):
+        return f"has strides {leaf.stride()}, eager's has {expected.stride()}"
+    return None
 
 
 def _same_value(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def verify(model: Model, ref: Reference, *, ulp: float | None = None) -> Verdict:
+def verify(model: Model, ref: Reference, *, ulp: float | None = None) -> Verification:
     """Judge a candidate: every case, then calls that are repeated, held and interleaved.
 
     Args:
@@ -106,11 +114,22 @@ def verify(model: Model, ref: Reference, *, ulp: float | None = None) -> Verdict
         ref.state.restore()
         name = ref.state.corrupted()
     if name is not None:
-        return Verdict(False, f"parameter {name} was changed by the candidate", verdict.error)
+        return Verification(False, f"parameter {name} was changed by the candidate", verdict.error)
     return verdict
 
 
-def _verdict(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+def agrees(model: Model, ref: Reference) -> bool:
+    """Whether results for all cases are right. Nothing else is looked at, so it takes few calls.
+
+    It raises whatever the model raises.
+    """
+    try:
+        return all(compare(run(model, c.call, ref.state), c, ref).ok for c in ref.cases)
+    finally:
+        ref.state.restore()
+
+
+def _verdict(model: Model, ref: Reference, ulp: float | None) -> Verification:
     worst: ErrorMeasure | None = None
     for case in ref.cases:
         verdict = compare(run(model, case.call, ref.state), case, ref, ulp)
@@ -121,12 +140,12 @@ def _verdict(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     for output, other in sorted(aliases ^ ref.aliases):
         more = (output, other) in aliases
         how = "shares memory with" if more else "no longer shares memory, as eager's does, with"
-        return Verdict(False, f"{output} {how} {other}", worst)
+        return Verification(False, f"{output} {how} {other}", worst)
     for probe in (_held, _written, _overwritten, _reused):
         verdict = probe(model, ref, ulp)
         if not verdict.ok:
             return verdict
-    return Verdict(True, error=worst)
+    return Verification(True, error=worst)
 
 
 def _other_case(ref: Reference) -> Case:
@@ -146,7 +165,7 @@ def _changed(live: Mapping[str, Any], kept: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _held(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+def _held(model: Model, ref: Reference, ulp: float | None) -> Verification:
     """Output 1 must survive call 2, and call 3 must not depend on either."""
     one, two = ref.cases[0], _other_case(ref)
     ref.state.restore()
@@ -158,12 +177,12 @@ def _held(model: Model, ref: Reference, ulp: float | None) -> Verdict:
         return replace(verdict, reason=f"stale: called with other inputs, {verdict.reason}")
     name = _changed(live, kept)
     if name is not None:
-        return Verdict(False, f"{name} of one call was overwritten by the next call")
+        return Verification(False, f"{name} of one call was overwritten by the next call")
     again = compare(run(model, one.call, ref.state), one, ref, ulp)
     return replace(again, reason=f"called again, {again.reason}" if again.reason else "")
 
 
-def _written(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+def _written(model: Model, ref: Reference, ulp: float | None) -> Verification:
     """What the caller writes into an output must not come back from a later call.
 
     A frozen or traced constant that is handed out as it is would do that.
@@ -183,7 +202,7 @@ def _written(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     return verdict
 
 
-def _overwritten(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+def _overwritten(model: Model, ref: Reference, ulp: float | None) -> Verification:
     """An output that shares no memory with an input must survive a change of the input."""
     one, two = ref.cases[0], _other_case(ref)
     ref.state.restore()
@@ -195,11 +214,11 @@ def _overwritten(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     shared = {output for output, _ in ref.aliases}
     name = _changed({n: v for n, v in live.items() if n not in shared}, kept)
     if name is not None:
-        return Verdict(False, f"{name} changed when an input was written to after the call")
-    return Verdict(True)
+        return Verification(False, f"{name} changed when an input was written to after the call")
+    return Verification(True)
 
 
-def _reused(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+def _reused(model: Model, ref: Reference, ulp: float | None) -> Verification:
     """The same tensors with new values must give the new values' outcome."""
     one, two = ref.cases[0], _other_case(ref)
     ref.state.restore()

@@ -44,8 +44,8 @@ from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
 from .passes.norms import NORMS, RESIDUALS
 from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from .sharing import share_constants
-from .timing import GROUPS, WORTH, Kept, compared
-from .tracing import GraphCall, Traced, Untraceable, trace
+from .timing import GROUPS, WORTH, LastCall, compared
+from .tracing import GraphCall, NotTraced, Traced, trace
 
 # In this order: what one leaves is what the next one looks for.
 PASSES: tuple[Pass, ...] = (
@@ -296,12 +296,12 @@ def _of_module(
         state = ModuleState(module, shared=work.state) if path else work.state
     try:
         traced = trace(module, args, kwargs, state)
-    except Untraceable as error:
+    except NotTraced as error:
         found.untraced.append((path, str(error)))
         return None
     region = Region(path)
     # What the trace has used is kept by now, and often that is all: then no mode slows the rest.
-    with Kept() as kept, state.watching():
+    with LastCall() as kept, state.watching():
         call, problem = _optimised(traced, module, args, kwargs, work, state, region, kept)
     if problem:
         found.untraced.append((path, problem))
@@ -321,7 +321,7 @@ def _optimised(
     work: _Work,
     state: ModuleState,
     region: Region,
-    kept: Kept,
+    kept: LastCall,
 ) -> tuple[Callable[..., Any], str]:
     """A traced call after all passes that pay; what is wrong with it, if anything is."""
 
@@ -366,7 +366,7 @@ def _faster(
     state: ModuleState,
     region: Region,
     known: Reference | None,
-    kept: Kept,
+    kept: LastCall,
 ) -> tuple[Callable[..., Any], str] | None:
     """A call without a group of passes, and what these lose; None if it is not faster.
 
@@ -398,7 +398,7 @@ def _if_it_pays(
     kwargs: Kwargs,
     work: _Work,
     region: Region,
-    kept: Kept,
+    kept: LastCall,
 ) -> Callable[..., Any]:
     """A call after its passes, or the module itself if that is faster."""
     if not region.done:
@@ -420,7 +420,7 @@ def _times(
     kwargs: Kwargs,
     region: Region,
     name: str,
-    kept: Kept,
+    kept: LastCall,
 ) -> tuple[float, float] | None:
     """Seconds of a call with something and without it, noted by its name; None if they fail."""
     device = tensors_of((args, kwargs))[0].device

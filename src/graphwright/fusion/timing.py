@@ -42,7 +42,7 @@ _BLOCK_S, _MOST = 0.004, 50
 Run = Callable[[], object]
 
 
-class Kept:
+class LastCall:
     """What is timed of the last first call, which is often compared with several others."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Kept:
         self._run: Run | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> LastCall:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -71,7 +71,7 @@ def compared(
     args: Args,
     kwargs: Kwargs,
     device: torch.device,
-    kept: Kept | None = None,
+    kept: LastCall | None = None,
 ) -> list[float]:
     """Seconds of each call, the medians of blocks in turns.
 
@@ -84,7 +84,7 @@ def compared(
     """
     given = args, kwargs, device
     with unseen(), contextlib.ExitStack() as stack:
-        kept = stack.enter_context(Kept()) if kept is None else kept
+        kept = stack.enter_context(LastCall()) if kept is None else kept
         runs = [kept.ready(calls[0], *given)]
         runs += [stack.enter_context(_ready(call, *given)) for call in calls[1:]]
         count = max(1, min(_MOST, int(_BLOCK_S / max(_block(runs[0], 2, device), 1e-7))))

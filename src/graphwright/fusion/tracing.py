@@ -39,7 +39,7 @@ _EMPTY = torch.ops.aten.empty_strided.default
 _CONTEXTS = (torch._C._set_grad_enabled,)
 
 
-class Untraceable(Exception):
+class NotTraced(Exception):
     """Why there is no graph of a call."""
 
 
@@ -105,13 +105,13 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
         state: the model's state, if it is known already.
 
     Raises:
-        Untraceable: there is none that stands for the call.
+        NotTraced: there is none that stands for the call.
     """
     before = questions()
     try:
         with answering_as_eager():
             return _trace(model, args, kwargs, state)
-    except Untraceable:
+    except NotTraced:
         if questions() == before:
             raise
     return _trace(model, args, kwargs, state)
@@ -122,7 +122,7 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
     leaves, spec = flatten(args, kwargs)
     slots = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if not slots:
-        raise Untraceable("no tensor among the arguments")
+        raise NotTraced("no tensor among the arguments")
     kept: list[Any] = []
 
     def on_leaves(given: Sequence[Any]) -> Any:
@@ -157,15 +157,15 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
                 undo.check()
                 if read is not None:
                     where = "" if read.place is None else f" at {read.place}"
-                    raise Untraceable(f"the host reads a value of the arguments{where}")
+                    raise NotTraced(f"the host reads a value of the arguments{where}")
                 graph = _graph_of(on_tensors, leaves)
                 undo.check()
-    except Untraceable:
+    except NotTraced:
         raise
     except GraphwrightError as error:
-        raise Untraceable(first_line(error)) from error
+        raise NotTraced(first_line(error)) from error
     except Exception as error:
-        raise Untraceable(f"{type(error).__name__}: {first_line(error)}") from error
+        raise NotTraced(f"{type(error).__name__}: {first_line(error)}") from error
     finally:
         state.restore()
         undo.restore(python=True)
@@ -176,7 +176,7 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
                 with state.watching():
                     graph = _graph_of(on_tensors, leaves)
         except Exception as error:
-            raise Untraceable(f"{type(error).__name__}: {first_line(error)}") from error
+            raise NotTraced(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
             state.restore()
             undo.restore(python=True)
@@ -188,12 +188,12 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
 def _refuse_surroundings(model: nn.Module) -> None:
     """Refuse hooks, which no graph runs, and autocast, which it would not follow."""
     if global_hooks():
-        raise Untraceable("there are global forward hooks")
+        raise NotTraced("there are global forward hooks")
     for name, child in model.named_modules():
         if any(getattr(child, kind, None) for kind in FORWARD_HOOKS):
-            raise Untraceable(f"{name or 'the module'} has forward hooks")
+            raise NotTraced(f"{name or 'the module'} has forward hooks")
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
-        raise Untraceable("autocast is on: convert the model instead")
+        raise NotTraced("autocast is on: convert the model instead")
 
 
 def global_hooks() -> bool:
@@ -247,19 +247,19 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _check(graph: fx.GraphModule, model: nn.Module) -> None:
     """Refuse what a graph of operations would not repeat, and take out what it needs not."""
     if _unwatched(graph, model):
-        raise Untraceable("it works with a tensor that neither the model nor what it holds has")
+        raise NotTraced("it works with a tensor that neither the model nor what it holds has")
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in _CONTEXTS:
             graph.graph.erase_node(node)  # All of it runs without gradients.
         elif node.op not in ("placeholder", "get_attr", "output", "call_function"):
-            raise Untraceable(f"it has a {node.op} of {node.target}")
+            raise NotTraced(f"it has a {node.op} of {node.target}")
         elif node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
             if node.target is not operator.getitem:
-                raise Untraceable(f"{leaf_names(node)} is no operation of tensors")
+                raise NotTraced(f"{leaf_names(node)} is no operation of tensors")
         elif node.target is torch.ops.aten.as_strided.default:
-            raise Untraceable("as_strided depends on where its argument lies")
+            raise NotTraced("as_strided depends on where its argument lies")
         elif node.op == "call_function":
             for value in written_by(node):
                 if any(root.op in ("placeholder", "get_attr") for root in roots(value)):
-                    raise Untraceable(f"{leaf_names(node)} writes to what is not the call's own")
+                    raise NotTraced(f"{leaf_names(node)} writes to what is not the call's own")
     graph.recompile()

@@ -112,9 +112,7 @@ class DecodeSteps:
             progress.done += count
             if progress.over() or (looks and progress.shown()):
                 break
-        valid = progress.valid()
-        loop.input_ids = decoder.ids[:, :valid].clone()
-        return valid - progress.start
+        return progress.finish(loop)
 
     def _rounded(self, loop: EagerLoop, filled: int, steps: int, at_once: int) -> int:
         """So many steps in whole launches, if there are positions for those that are too many."""
@@ -176,6 +174,18 @@ class _Progress:
             if type(each).__name__ == "MaxTimeCriteria"
         ]
         self.timed = bool(self._limits)
+        self._draws = _Draws(decoder.logits) if loop.config.do_sample else None
+
+    def finish(self, loop: EagerLoop) -> int:
+        """Give the loop its tokens; gives the steps that count."""
+        valid = self.valid()
+        loop.input_ids = self._decoder.ids[:, :valid].clone()
+        made = valid - self.start
+        if self._draws is not None:
+            self._draws.check(self._decoder.invalid)
+            if made < self.done:
+                self._draws.only(made)
+        return made
 
     def valid(self) -> int:
         """Tokens that count: none behind the end of all sequences, nor behind the last step."""
@@ -194,6 +204,38 @@ class _Progress:
     def over(self) -> bool:
         """Whether the time is over."""
         return any(time.time() - begun > most for begun, most in self._limits)
+
+
+class _Draws:
+    """The random numbers of a call, drawn from the device's default generator.
+
+    Args:
+        logits: shape (batch, vocabulary): each token takes so many numbers.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self._before = self._state()
+
+    def only(self, steps: int) -> None:
+        """Leave the generator as if only so many steps had drawn: those that count."""
+        if self._logits.device.type == "cuda":
+            torch.cuda.set_rng_state(self._before, self._logits.device)
+        else:
+            torch.set_rng_state(self._before)
+        numbers = torch.empty_like(self._logits)
+        for _ in range(steps):
+            numbers.exponential_()
+
+    def check(self, invalid: torch.Tensor) -> None:
+        """Raise, as torch.multinomial does, if a token was drawn of what is no distribution."""
+        if bool(invalid):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    def _state(self) -> torch.Tensor:
+        if self._logits.device.type == "cuda":
+            return torch.cuda.get_rng_state(self._logits.device)
+        return torch.get_rng_state()
 
 
 def _why_outside(loop: EagerLoop, processors: list[StaticProcessor | None]) -> str | None:

@@ -59,39 +59,26 @@ class Inputs:
         side = "decoder_" if loop.model.config.is_encoder_decoder else ""
         mask_name, position_name = f"{side}attention_mask", f"{side}position_ids"
         ours = {loop.cache_name, mask_name, "inputs_embeds", "encoder_outputs"}
-        plain: dict[str, Any] = {}
-        tensors: dict[str, torch.Tensor] = {}
-        for name, value in loop.kwargs.items():
-            if name in ours or name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL:
-                continue
-            if isinstance(value, torch.Tensor):
-                last = name in (*_OF_LAST_TOKEN, position_name)
-                tensors[name] = value[..., -1:] if last else value
-            elif value is None or isinstance(value, bool | int | float | str):
-                plain[name] = value
-            else:
-                raise CaptureError(
-                    f"The model takes {name}, a {type(value).__name__}, in every step.",
-                    remedy=_EAGERLY,
-                )
-        mask, encoder = loop.kwargs.get(mask_name), loop.kwargs.get("encoder_outputs")
+        given = {
+            name: value
+            for name, value in loop.kwargs.items()
+            if name not in ours and name not in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+        }
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        for name in (*_OF_LAST_TOKEN, position_name):
+            if name in tensors:
+                tensors[name] = tensors[name][..., -1:]
+        mask = _mask_of(loop, mask_name)
         takes = inspect.signature(loop.model.forward).parameters
-        if mask is None and mask_name in takes:
-            # A model that makes one by itself reads the length on the host.
-            mask = torch.ones_like(loop.input_ids)
-        if mask is not None and mask.ndim != 2:
-            raise CaptureError(
-                f"{mask_name} has shape {tuple(mask.shape)}, and not (batch, positions).",
-                remedy=_EAGERLY,
-            )
         if mask is not None and position_name in takes and position_name not in tensors:
             # Made of the mask by the model, it would be that of the last place in the memory.
             tensors[position_name] = mask.long().cumsum(-1)[:, -1:] - 1
+        encoder = loop.kwargs.get("encoder_outputs")
         if encoder is not None and encoder_length is not None:
             encoder = _padded(encoder, encoder_length)
             tensors["attention_mask"] = _pad(tensors["attention_mask"], encoder_length)
         position = position_name if position_name in tensors else None
-        return cls(plain, tensors, encoder, mask, mask_name, position)
+        return cls(_plain_of(given), tensors, encoder, mask, mask_name, position)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -99,6 +86,30 @@ class Inputs:
         encoder = () if self.encoder is None else _forms(_tensors_of(self.encoder))
         mask = None if self.mask is None else self.mask.dtype
         return tuple(sorted(self.plain.items())), _forms(self.tensors), encoder, mask
+
+
+def _plain_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The values among a model's arguments that are no tensors."""
+    plain = {name: each for name, each in given.items() if not isinstance(each, torch.Tensor)}
+    for name, each in plain.items():
+        if not isinstance(each, bool | int | float | str | None):
+            raise CaptureError(
+                f"the model takes {name}, a {type(each).__name__}, in every step", remedy=_EAGERLY
+            )
+    return plain
+
+
+def _mask_of(loop: EagerLoop, name: str) -> torch.Tensor | None:
+    """The mask over the positions of the tokens so far, made if the model takes one."""
+    mask: torch.Tensor | None = loop.kwargs.get(name)
+    if mask is None and name in inspect.signature(loop.model.forward).parameters:
+        # A model that makes one by itself reads the length on the host.
+        return torch.ones_like(loop.input_ids)
+    if mask is not None and mask.ndim != 2:
+        raise CaptureError(
+            f"{name} has shape {tuple(mask.shape)}, and not (batch, positions)", remedy=_EAGERLY
+        )
+    return mask
 
 
 def encoder_to_pad(loop: EagerLoop) -> int | None:
@@ -125,6 +136,7 @@ class Decoder:
         valid: shape (): those up to the one that ended the last sequence.
         unfinished: shape (batch,): 1 for a sequence that has not ended.
         ended: shape (), bool: whether all have.
+        invalid: shape (), bool: whether a token was drawn of what is no distribution.
         logits: shape (batch, vocabulary), float32: what the model said last.
         token: shape (batch, 1): the token that was chosen last.
         plain, tensors, encoder, mask: what a step passes to the model, as in Inputs.
@@ -147,7 +159,7 @@ class Decoder:
         self.count, self.valid, self.pad = tensor(), tensor(), tensor()
         self.token = tensor(batch, 1)
         self.unfinished = tensor(batch)
-        self.ended = tensor(dtype=torch.bool)
+        self.ended, self.invalid = tensor(dtype=torch.bool), tensor(dtype=torch.bool)
         self.logits = torch.zeros_like(logits)
         self.plain = dict(inputs.plain)
         self.tensors = {name: each.clone() for name, each in inputs.tensors.items()}
@@ -169,6 +181,7 @@ class Decoder:
         self.token.copy_(loop.input_ids[:, -1:])
         self.unfinished.copy_(loop.unfinished)
         self.ended.fill_(loop.ended)
+        self.invalid.zero_()
         if loop.pad is not None:
             self.pad.copy_(loop.pad.reshape(()))
         for name, value in inputs.tensors.items():
@@ -257,14 +270,20 @@ def _choice_step(
 ) -> Callable[[], None]:
     logits, token, ids = decoder.logits, decoder.token, decoder.ids
     count, valid, pad = decoder.count, decoder.valid, decoder.pad
-    unfinished, ended = decoder.unfinished, decoder.ended
+    unfinished, ended, invalid = decoder.unfinished, decoder.ended, decoder.invalid
     tokens, pairs = Tokens(ids, count), tuple(zip(applied, numbers, strict=True))
 
     def choose() -> None:
         scores = logits.clone()
         for apply, its in pairs:
             scores = apply(tokens, scores, its)
-        chosen = _drawn(scores) if samples else scores.argmax(dim=-1)
+        if samples:
+            probabilities = scores.softmax(dim=-1)
+            chosen = _drawn(probabilities)
+            # torch.multinomial raises for these at once; here they are told after the last step.
+            invalid.logical_or_(probabilities.isnan().any().logical_and(ended.logical_not()))
+        else:
+            chosen = scores.argmax(dim=-1)
         if ends is not None:
             chosen = chosen * unfinished + pad * (1 - unfinished)
         valid.add_(unfinished.max())
@@ -272,18 +291,17 @@ def _choice_step(
         token.copy_(chosen[:, None])
         count.add_(1)
         if ends is not None:
-            unfinished.mul_(~torch.isin(chosen, ends))
+            unfinished.mul_((chosen[:, None] != ends).all(dim=1))
             ended.copy_(unfinished.max() == 0)
 
     return choose
 
 
-def _drawn(scores: torch.Tensor) -> torch.Tensor:
+def _drawn(probabilities: torch.Tensor) -> torch.Tensor:
     """One draw of each row's distribution, as torch.multinomial makes it, without its checks.
 
     The least of exponential variables with the probabilities as rates is at i with probability i.
     """
-    probabilities = scores.softmax(dim=-1)
     return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(dim=-1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -220,7 +219,7 @@ def _ends_of(until: Until, token: torch.Tensor) -> Callable[[torch.Tensor], torc
             remedy="Pass a function from tokens to booleans, shape (batch,).",
         )
     wanted = torch.as_tensor(until, dtype=token.dtype, device=token.device).reshape(-1)
-    return functools.partial(torch.isin, test_elements=wanted)
+    return lambda tokens: (tokens[:, None] == wanted).any(dim=1)
 
 
 def _key_of(until: Until) -> Any:

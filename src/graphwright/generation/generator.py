@@ -65,6 +65,9 @@ class GraphedGenerator:
         pool: the memory of its graphs.
     """
 
+    model: Any
+    pool: MemoryPool
+
     def __init__(
         self,
         model: Any,
@@ -139,7 +142,9 @@ class GraphedGenerator:
             "the step eagerly",
         ]
         for kept in self._kept.values():
-            lines += [f"  {why}: {counted(n, 'launch')}" for why, n in kept.refusals.items()]
+            lines += [
+                f"  {why}: {counted(n, 'launch', 'launches')}" for why, n in kept.refusals.items()
+            ]
         lines += [f"eager, {counted(n, 'call')}: {why}" for why, n in made.eager.items()]
         lines += [
             f"chosen outside of the graph, {counted(n, 'call')}: {why}"

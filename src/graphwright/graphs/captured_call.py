@@ -58,7 +58,7 @@ from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
 from .segments.tree import SegmentTree
-from .static_tensors import Finish, StaticInputs
+from .static_tensors import Around, Finish, Launch, StaticInputs
 from .transaction import let_go, transaction
 from .turns import Busy
 from .warmup import RunsOtherwise, Warmed, warm
@@ -574,7 +574,7 @@ class CapturedCall(Graph):
             if recorded.is_simple:
                 recorded.recording.run([leaves[slot] for slot in recorded.sources], targets)
             else:
-                recorded.run_with_copies(leaves, targets)
+                recorded.copies.run(recorded.recording, recorded.inputs, leaves, targets)
         results = recorded.results
         assert results is not None
         if not recorded.copies.fresh:
@@ -657,10 +657,13 @@ class CapturedCall(Graph):
                     remedy="Pass a copy.",
                 )
 
-    def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+    def launcher(self, around: Around | None = None) -> Launch | None:
         """`run` as one fast function of positional arguments; None where the call is not simple.
 
         The function raises GraphClosed once the graph is no longer ready.
+
+        Args:
+            around: makes the function of another one, which gives the leaves of the results.
         """
         recorded = self._recorded
         if recorded is None or recorded.results is None or self.has_effects:
@@ -668,12 +671,14 @@ class CapturedCall(Graph):
         if not (recorded.is_simple and recorded.copies.fresh):
             return None
         # The function holds none of the graph's memory: the graph may be closed at any time.
-        lock, slots, single = self._lock, tuple(recorded.sources), recorded.results.single
+        lock, slots, rebuild = self._lock, tuple(recorded.sources), recorded.results.rebuilder()
+        apart = around is not None
+        single = recorded.results.single and not apart
         everything = slots == tuple(range(len(self.signature.leaves)))
         empty_like, thread, sends = torch.empty_like, THREAD, recorded.sends
         del recorded
 
-        def launch(args: Sequence[torch.Tensor]) -> Any:
+        def launch(args: Sequence[Any]) -> Any:
             with lock:
                 recorded = self._recorded
                 if recorded is None or thread.depth:
@@ -689,10 +694,11 @@ class CapturedCall(Graph):
                     return target
                 targets = [empty_like(base) for base in recorded.bases]
                 recording.run(sources, targets)
-                assert recorded.results is not None
-                return recorded.results.build(args, targets)
+                results = recorded.results
+                assert results is not None
+                return results.build(args, targets, apart=apart)
 
-        return launch
+        return launch if around is None else around(launch, rebuild)
 
     def warm(self, *, rehearse: bool = True) -> MemoryPrediction:
         """Run the call until it is warm, and predict what capturing it will take.

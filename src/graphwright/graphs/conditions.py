@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..calls.modes import SharedSwitch, cached_weights_refused
+from ..calls.signature import under_hooks_for_saved_tensors
 from ..calls.switches import AttentionFastPath
 from ..errors import CaptureError
 
@@ -165,11 +166,6 @@ def for_inference() -> Iterator[None]:
 def only_for_inference() -> bool:
     """Whether this thread captures, fuses or tunes something that must train nothing."""
     return THREAD.inference > 0
-
-
-def under_hooks_for_saved_tensors() -> bool:
-    """Whether hooks for saved tensors are on: autograd passes what it saves to them."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def refuse_hooks_for_saved_tensors() -> None:

@@ -291,3 +291,8 @@ def _shifted(node: Node, start: int, segment: int) -> Node:
     """A node of a segment, in the list of all segments."""
     before = tuple(each + start for each in node.predecessors)
     return replace(node, index=node.index + start, predecessors=before, segment=segment)
+
+
+def recordings_of(graph: Graph) -> list[Recording]:
+    """A graph's recordings, which are no part of its public face."""
+    return graph._recordings()

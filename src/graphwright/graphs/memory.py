@@ -154,8 +154,8 @@ class MemoryPool:
         self._shared: dict[int, StorageWeakRef] = {}
         self._high_water = 0
         self.evictions = 0
-        # Changes whenever a graph is closed: there may be room for another one.
-        self._version = 0
+        # Whenever a graph is closed, there may be room for another one.
+        self._closings = 0
         self._closed = False
         # Whether it is closed with the last of its graphs.
         self._of_one_graph = False
@@ -222,13 +222,6 @@ class MemoryPool:
         if self._recorder is not None:
             self._recorder.trim()
 
-    def _touch(self, graph: PooledGraph) -> None:
-        """Make a graph the most recently used one."""
-        key = id(graph)
-        reference = self._graphs.pop(key, None)
-        if reference is not None:
-            self._graphs[key] = reference
-
     def _alive(self) -> list[PooledGraph]:
         found = [reference() for reference in list(self._graphs.values())]
         return [graph for graph in found if graph is not None]
@@ -258,6 +251,18 @@ def order(pool: MemoryPool) -> None:
     """Have what follows on the current stream wait for a pool's last replay."""
     assert pool._recorder is not None
     pool._recorder.order()
+
+
+def closings_of(pool: MemoryPool) -> int:
+    """How many graphs of a pool were closed: with each, there may be room for another one."""
+    return pool._closings
+
+
+def touch(pool: MemoryPool, graph: PooledGraph) -> None:
+    """Make a graph of a pool the most recently used one."""
+    reference = pool._graphs.pop(id(graph), None)
+    if reference is not None:
+        pool._graphs[id(graph)] = reference
 
 
 def trim(pool: MemoryPool) -> None:
@@ -449,7 +454,7 @@ def sweep(pool: MemoryPool) -> None:
 def leave(pool: MemoryPool, graph: PooledGraph) -> None:
     """Unregister a graph that is closed."""
     if pool._graphs.pop(id(graph), None) is not None:
-        pool._version += 1
+        pool._closings += 1
 
 
 def close_if_left(pool: MemoryPool) -> None:

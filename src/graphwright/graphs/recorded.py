@@ -14,7 +14,7 @@ from .call_work import CallWork
 from .host_draws import DrawingRecording
 from .recorder import Allocate, Recorder, Recording
 from .segments.tree import SegmentTree
-from .static_tensors import CopyPlan, StaticInputs, StaticOutputs, byte_view, copy
+from .static_tensors import CopyPlan, StaticInputs, StaticOutputs, byte_view
 from .warmup import Warmed
 
 
@@ -45,21 +45,6 @@ class Recorded:
     is_simple: bool
     sends: bool
     meets_objects: bool
-
-    def run_with_copies(self, leaves: Sequence[Any], targets: list[torch.Tensor]) -> None:
-        """Replay with copies that are no simple ones."""
-        inputs, copies = self.inputs, self.copies
-        with torch.no_grad():
-            for slot in copies.by_element:
-                copy(leaves[slot], inputs.tensor(slot))
-            self.recording.run(
-                [leaves[slot] for slot in copies.sources],
-                [*targets, *(leaves[slot] for slot in copies.back)],
-            )
-            # Autograd has not seen these writes: what it saved for a backward is stale.
-            torch.autograd.graph.increment_version([leaves[slot] for slot in copies.back])
-            for slot in copies.back_by_element:
-                copy(inputs.tensor(slot), leaves[slot])
 
 
 def record_call(
@@ -114,7 +99,7 @@ def record_call(
         copies=copies,
         sources=copies.sources,
         bases=() if results is None or not spec.fresh else results.bases,
-        is_simple=not (copies.by_element or warmed.mutated),
+        is_simple=copies.is_simple,
         sends=bool(inputs.hosts),
         meets_objects=spec.signature.has_objects or (spec.holds_objects and results is None),
     )

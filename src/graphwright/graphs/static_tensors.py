@@ -6,6 +6,8 @@ memory that the caller owns; a view of an input, a weight or another result stay
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,13 +19,19 @@ from ..calls.leaves import describe
 from ..calls.objects import build, has_nodes
 from ..calls.split import leaf_names
 from ..errors import CaptureError, SignatureError
-from .recorder import Allocate
+from .recorder import Allocate, Recording
 from .staging import Staging
 
 # Tensors that span more than this many times their own bytes are copied element by element.
 _GAP_FACTOR = 2
 _ALIGNMENT = 16
 
+# Replays for positional arguments.
+Launch = Callable[[Sequence[Any]], Any]
+# Makes a result of its leaves.
+Rebuild = Callable[[list[Any]], Any]
+# Makes a launch of one that gives the leaves of results.
+Around = Callable[[Launch, Rebuild], Launch]
 # Turns the leaves of what the work returned into those that the caller gets.
 Finish = Callable[[Sequence[Any]], list[Any]]
 # Makes one result from the call's leaves and the copies of the bases.
@@ -251,6 +259,31 @@ class CopyPlan:
         by_element = [slot for slot in mutated if slot not in back]
         return cls(inputs.sources, inputs.by_element, back, by_element, fresh)
 
+    @functools.cached_property
+    def is_simple(self) -> bool:
+        """Whether nothing is copied but sources, and what the caller gets."""
+        return not (self.by_element or self.back or self.back_by_element)
+
+    def run(
+        self,
+        recording: Recording,
+        inputs: StaticInputs,
+        leaves: Sequence[Any],
+        targets: list[torch.Tensor],
+    ) -> None:
+        """Replay for the leaves of a call's arguments, with copies that are no simple ones."""
+        with torch.no_grad():
+            for slot in self.by_element:
+                copy(leaves[slot], inputs.tensor(slot))
+            recording.run(
+                [leaves[slot] for slot in self.sources],
+                [*targets, *(leaves[slot] for slot in self.back)],
+            )
+            # Autograd has not seen these writes: what it saved for a backward is stale.
+            torch.autograd.graph.increment_version([leaves[slot] for slot in self.back])
+            for slot in self.back_by_element:
+                copy(inputs.tensor(slot), leaves[slot])
+
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy between tensors of the same shape and strides; elements that overlap are copied once."""
@@ -345,6 +378,8 @@ class StaticOutputs:
         leaves: Sequence[Any],
         copies: Sequence[torch.Tensor],
         finish: Finish | None = None,
+        *,
+        apart: bool = False,
     ) -> Any:
         """Make the caller's results.
 
@@ -352,8 +387,9 @@ class StaticOutputs:
             leaves: leaves of the call's arguments.
             copies: copies of the `bases` that the caller owns.
             finish: turns the leaves of the results into those that the caller gets.
+            apart: whether these leaves are all that is made.
         """
-        if self.single:
+        if self.single and not apart:
             return copies[0] if finish is None else finish(copies)[0]
         made: dict[int, Any] = {}
         results = []
@@ -363,7 +399,12 @@ class StaticOutputs:
             results.append(made[id(leaf)])
         if finish is not None:
             results = finish(results)
-        return self._unflatten(results, self._spec)
+        return results if apart else self._unflatten(results, self._spec)
+
+    def rebuilder(self) -> Rebuild:
+        """Makes results of such leaves; it holds none of the graph's memory."""
+        unflatten, spec = self._unflatten, self._spec
+        return operator.itemgetter(0) if self.single else lambda leaves: unflatten(leaves, spec)
 
 
 def refuse_results(tree: Any) -> None:

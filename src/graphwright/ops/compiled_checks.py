@@ -200,6 +200,16 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
 
 def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
     """Whether it gives the tensors of calls that fit, and None for each other kind of call."""
+    return (
+        _tells_kinds(arguments)
+        and _tells_orders(arguments)
+        and _tells_modes(arguments)
+        and _tells_freed(arguments)
+    )
+
+
+def _tells_kinds(arguments: Callable[..., watch.FittingTensors]) -> bool:
+    """Whether it heeds which tensors there are, and what is known of them."""
     x, y = torch.zeros(2, 3), torch.zeros(3)
     made = arguments((x, y), ("y",), False, True)
     given = made((x,), {"y": y})
@@ -216,26 +226,36 @@ def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
         ((torch.nn.Parameter(x),), {"y": y}),
         ((x.clone().requires_grad_(),), {"y": y}),
     ]
-    if not fits or any(made(*call) is not None for call in misses):
-        return False
+    return fits and all(made(*call) is None for call in misses)
+
+
+def _tells_orders(arguments: Callable[..., watch.FittingTensors]) -> bool:
+    """Whether it heeds the order of keywords where that matters."""
+    x, y = torch.zeros(2, 3), torch.zeros(3)
     both, other = {"x": x, "y": y}, {"y": y, "x": x}
     made, either = (arguments((x, y), ("x", "y"), any_order, True) for any_order in (False, True))
-    if made((), both) is None or made((), other) is not None:
-        return False
     given = either((), other)
-    if given is None or given[0] is not x or given[1] is not y:
-        return False
+    fits = given is not None and given[0] is x and given[1] is y
+    return fits and made((), both) is not None and made((), other) is None
+
+
+def _tells_modes(arguments: Callable[..., watch.FittingTensors]) -> bool:
+    """Whether it heeds autocast, and the mode of a device."""
+    x, y = torch.zeros(2, 3), torch.zeros(3)
+    call: tuple[Any, Any] = (x,), {"y": y}
+    made = arguments((x, y), ("y",), False, True)
     with torch.autocast("cpu"):
-        if made((x,), {"y": y}) is not None:
+        if made(*call) is not None:
             return False
     with torch.device("cpu"):
-        if made((x,), {"y": y}) is not None:
-            return False
         under = arguments((x, y), ("y",), False, True)
-        if under((x,), {"y": y}) is None:
+        if made(*call) is not None or under(*call) is None:
             return False
-    if under((x,), {"y": y}) is not None:
-        return False
+    return under(*call) is None
+
+
+def _tells_freed(arguments: Callable[..., watch.FittingTensors]) -> bool:
+    """Whether it heeds that memory was freed."""
     freed = torch.zeros(2, 3)
     made = arguments((freed,), (), False, True)
     fits = made((freed,), {}) is not None

@@ -44,7 +44,7 @@ _EMPTY = (
 
 
 @dataclass(frozen=True)
-class Operation:
+class ObservedOperation:
     """One ATen operation of a call.
 
     Attributes:
@@ -86,7 +86,7 @@ class Operation:
 
 
 @dataclass
-class Sample:
+class OperationSample:
     """An operation with what is needed to run it again on other values."""
 
     func: Any
@@ -104,7 +104,7 @@ class Form:
     device: torch.device
 
 
-class Observer(OperationMode):
+class WorkObserver(OperationMode):
     """Runs every operation and notes what it has to do.
 
     Args:
@@ -122,8 +122,8 @@ class Observer(OperationMode):
         super().__init__()
         from .flops import formulas  # What it imports takes long, and is for profiles only.
 
-        self.operations: list[Operation] = []
-        self.samples: dict[int, Sample] = {}
+        self.operations: list[ObservedOperation] = []
+        self.samples: dict[int, OperationSample] = {}
         self.waits: list[tuple[Line | None, str]] = []
         self._formulas = formulas()
         self._names = names
@@ -145,7 +145,7 @@ class Observer(OperationMode):
         first = next(iter(given or made), None)
         dtype = "" if first is None else str(first.dtype).removeprefix("torch.")
         self.operations.append(
-            Operation(
+            ObservedOperation(
                 f"{func.namespace}::{func._opname}",
                 module,
                 line,
@@ -257,7 +257,7 @@ def _is_fusable(name: str) -> bool:
     return "norm" in name or "softmax" in name or name in ("clone", "copy_", "_to_copy")
 
 
-def _sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
+def _sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperationSample:
     def formed(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return Form(tuple(value.shape), value.stride(), value.dtype, value.device)
@@ -265,7 +265,9 @@ def _sample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sample:
             return [formed(each) for each in value]
         return value
 
-    return Sample(func, tuple(map(formed, args)), {k: formed(v) for k, v in kwargs.items()})
+    return OperationSample(
+        func, tuple(map(formed, args)), {k: formed(v) for k, v in kwargs.items()}
+    )
 
 
 def _is_view(func: Any) -> bool:

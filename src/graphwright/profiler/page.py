@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..calls.plurals import counted
 from ..report.markup import Html, element, facts, html, join, table
 from ..report.page import CHOSEN, Section, Tile, figure, legend, page, paragraphs, plots
-from ..report.plots import WIDTH, Group, Line, Mark, rows
+from ..report.plots import WIDTH, Group, Mark, PlotRow, rows
 from ..report.table import duration
 from .plots import drawn_timeline, roofline
 from .profile_data import ProfileData
 from .remedies import Remedy
 from .rendering import byte_count, span
-from .table import GROUPS, Measured, Row
+from .table import GROUPS, Measured, OperationRow
 from .trace import Bar
 
 # Rows that a table shows.
@@ -79,33 +79,43 @@ def _sections(
 
 
 def _drawn(profile: ProfileData, measured: Sequence[Measured], bars: Sequence[Bar]) -> list[Html]:
-    shares = {c: share for c, share in profile.verdict.shares.items() if share >= 0.005}
-    found = []
-    if shares:
-        causes = profile.verdict.causes
-        lines = [
-            Line(str(cause), f"{share:.0%}", [Mark(share, color=tone)], tone == CHOSEN)
-            for cause, share in shares.items()
-            for tone in [CHOSEN if cause in causes else "s1"]
-        ]
-        plot = rows("shares", f"Bars: shares of the time of {profile.name}, by cause",
-                    [Group("", lines)], "share of the time", "{:.0%}".format)  # fmt: skip
-        found.append(figure("Shares of the time", plot))
+    found = [*_shares(profile)]
     gains = [remedy for remedy in profile.remedies if remedy.applies]
     if gains:
         found.append(_gains(profile.name, sorted(gains, key=lambda remedy: -remedy.high)))
-    known = [each for each in measured if each.operation.flops and each.operation.nbytes]
-    if known:
-        plot = roofline(profile.name, measured, profile.roofs, width=WIDTH)
-        whole = sum(each.seconds for each in measured) or 1.0
-        rest = 1 - sum(each.seconds for each in known) / whole
-        caption = f"A dot's area is its time; point at it for its module. {rest:.0%} of the time "
-        caption += "is in operations without counted FLOPs."
-        found.append(figure("Roofline", plot, caption))
+    found += _roofline(profile, measured)
     if bars:
         plot = drawn_timeline(profile.name, bars, width=WIDTH)
         found.append(figure("One call", plot, "Short pieces that follow each other are one."))
     return found
+
+
+def _shares(profile: ProfileData) -> Iterator[Html]:
+    """The shares of the time by cause, if they are known."""
+    shares = {c: share for c, share in profile.verdict.shares.items() if share >= 0.005}
+    if not shares:
+        return
+    lines = []
+    for cause, share in shares.items():
+        tone = CHOSEN if cause in profile.verdict.causes else "s1"
+        mark = Mark(share, color=tone)
+        lines.append(PlotRow(str(cause), f"{share:.0%}", [mark], tone == CHOSEN))
+    plot = rows("shares", f"Bars: shares of the time of {profile.name}, by cause",
+                [Group("", lines)], "share of the time", "{:.0%}".format)  # fmt: skip
+    yield figure("Shares of the time", plot)
+
+
+def _roofline(profile: ProfileData, measured: Sequence[Measured]) -> Iterator[Html]:
+    """Operations below the roofs, if FLOPs and bytes of some are known."""
+    known = [each for each in measured if each.operation.flops and each.operation.nbytes]
+    if not known:
+        return
+    plot = roofline(profile.name, measured, profile.roofs, width=WIDTH)
+    whole = sum(each.seconds for each in measured) or 1.0
+    rest = 1 - sum(each.seconds for each in known) / whole
+    caption = f"A dot's area is its time; point at it for its module. {rest:.0%} of the time "
+    caption += "is in operations without counted FLOPs."
+    yield figure("Roofline", plot, caption)
 
 
 def _gains(name: str, remedies: Sequence[Remedy]) -> Html:
@@ -116,7 +126,7 @@ def _gains(name: str, remedies: Sequence[Remedy]) -> Html:
         if remedy.under_graph is not None:
             graphs = True
             marks.append(_mark(*remedy.under_graph, "s1"))
-        lines.append(Line(remedy.name, span(remedy.low, remedy.high), marks))
+        lines.append(PlotRow(remedy.name, span(remedy.low, remedy.high), marks))
     plot = rows("gains", f"Bars: the range of the gain of each remedy for {name}",
                 [Group("", lines)], "times as fast", "{:.3g}×".format,
                 reference=(1.0, "now"))  # fmt: skip
@@ -154,7 +164,7 @@ def _remedies(remedies: Sequence[Remedy]) -> Html:
     return table(["remedy", "times as fast", "beside a graph", "why"], cells, texts=4, stacked=True)
 
 
-def _table(by: str, listed: Sequence[Row], *, gpu: bool) -> Html:
+def _table(by: str, listed: Sequence[OperationRow], *, gpu: bool) -> Html:
     count = "launches" if gpu else "operations"
     cells = [
         [

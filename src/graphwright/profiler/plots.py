@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..report.markup import Html
 from ..report.plots import INK, LINE, MUTED, SIZE, WIDE, color, draw, hint, series, short
@@ -41,19 +41,16 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
     Raises:
         GraphwrightError: matplotlib is not installed.
     """
-    points = [m for m in measured if m.operation.flops and m.operation.nbytes and m.seconds > 0]
-    used = {each.operation.precision for each in points}
+    whole = sum(each.seconds for each in measured) or 1.0
+    dots = _dots(measured, whole, max(width / WIDE, 0.7))
+    used = {dot.measured.operation.precision for dot in dots}
     ceilings = {k: v for k, v in roofs.flops.items() if k in used} or dict(roofs.flops)
     order = sorted(ceilings, key=lambda dtype: -ceilings[dtype])
-    whole = sum(each.seconds for each in measured) or 1.0
-    rates = [(each.operation.flops or 0) / each.seconds for each in points]
-    intensities = [(each.operation.flops or 0) / each.operation.nbytes for each in points]
     tops = sorted(ceilings.values(), reverse=True)
     knee = tops[0] / roofs.bandwidth
-    x_low = 10 ** math.floor(math.log10(min([1.0, *intensities])))
-    y_low = min([roofs.bandwidth * x_low, *(rate / 2 for rate in rates)])
+    x_low = 10 ** math.floor(math.log10(min([1.0, *(dot.x for dot in dots)])))
+    y_low = min([roofs.bandwidth * x_low, *(dot.y / 2 for dot in dots)])
     start = max(x_low, y_low / roofs.bandwidth)
-    radii = [(3 + 16 * math.sqrt(m.seconds / whole)) * max(width / WIDE, 0.7) for m in points]
 
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
@@ -66,12 +63,14 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
         tones = {dtype: color(series(number)) for number, dtype in enumerate(order)}
         names = [f"{dtype} {_rate(top)}FLOP/s" for dtype, top in zip(order, tops, strict=True)]
         # Right of all dots, and above all roofs, there is room for the roofs' names.
-        x_dots, y_roofs = max([knee, *intensities]), max([tops[0], *rates])
+        x_dots = max([knee, *(dot.x for dot in dots)])
+        y_roofs = max([tops[0], *(dot.y for dot in dots)])
         axes.set_xlim(x_low, x_dots)
         axes.set_ylim(y_low, y_roofs)
         figure.draw_without_rendering()
         inside = axes.get_window_extent()
-        beside = max(map(len, names)) * _CHARACTER + max(radii, default=0.0) + _APART
+        largest = max((dot.radius for dot in dots), default=0.0)
+        beside = max(map(len, names)) * _CHARACTER + largest + _APART
         above = len(names) * _NAME + _APART
         x_high = _beyond(x_low, x_dots, beside / inside.width)
         axes.set_xlim(x_low, x_high)
@@ -80,13 +79,12 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
         lines += [([top / roofs.bandwidth, x_high], [top, top]) for top in tops]
         for (xs, ys), tone in zip(lines, (INK, *tones.values()), strict=True):
             axes.plot(xs, ys, color=tone, linewidth=1.6)
-        dots = [*zip(intensities, rates, radii, strict=True)]
-        _draw_dots(axes, points, dots, tones)
+        _draw_dots(axes, dots, tones)
         figure.draw_without_rendering()
         _name_roofs(axes, x_high, tops, names, [*tones.values()])
         _name_slope(figure, axes, f"copy {_rate(roofs.bandwidth)}B/s", lines, dots)
 
-    missing = 1 - sum(each.seconds for each in points) / whole
+    missing = 1 - sum(dot.measured.seconds for dot in dots) / whole
     title = f"Roofline of {short(name)} on {roofs.device}"
     rest = f"Not shown: operations without counted FLOPs, {missing:.0%} of the time"
     alone = width >= WIDE
@@ -99,14 +97,28 @@ def _beyond(low: float, high: float, share: float) -> float:
     return float(high * (high / low) ** (share / (1 - share)))
 
 
-def _draw_dots(
-    axes: Axes,
-    points: Sequence[Measured],
-    dots: Sequence[tuple[float, float, float]],
-    tones: Mapping[str, str],
-) -> None:
-    """A dot for each operation: its intensity, its rate, and its radius."""
-    for each, (x, y, radius) in zip(points, dots, strict=True):
+class _Dot(NamedTuple):
+    """An operation: its FLOPs a byte, its FLOP/s, and the radius of its dot."""
+
+    x: float
+    y: float
+    radius: float
+    measured: Measured
+
+
+def _dots(measured: Sequence[Measured], whole_s: float, scale: float) -> list[_Dot]:
+    """The operations whose FLOPs and bytes are known; a dot's area is its share of the time."""
+    found = []
+    for each in measured:
+        flops, nbytes, seconds = each.operation.flops, each.operation.nbytes, each.seconds
+        if flops and nbytes and seconds > 0:
+            radius = (3 + 16 * math.sqrt(seconds / whole_s)) * scale
+            found.append(_Dot(flops / nbytes, flops / seconds, radius, each))
+    return found
+
+
+def _draw_dots(axes: Axes, dots: Sequence[_Dot], tones: Mapping[str, str]) -> None:
+    for x, y, radius, each in dots:
         tone = tones.get(each.operation.precision, INK)
         (drawn,) = axes.plot([x], [y], "o", color=tone, markersize=2 * radius, alpha=0.6,
                              markeredgewidth=1, zorder=3)  # fmt: skip
@@ -147,7 +159,7 @@ def _name_slope(
     axes: Axes,
     name: str,
     lines: Sequence[tuple[Sequence[float], Sequence[float]]],
-    dots: Sequence[tuple[float, float, float]],
+    dots: Sequence[_Dot],
 ) -> None:
     """The name of the first line beside it, where no line, dot or other name is."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -159,7 +171,7 @@ def _name_slope(
     inside = axes.get_window_extent(renderer).padded(-_GAP)
     drawn = [Path(axes.transData.transform([*zip(*line, strict=True)])) for line in lines]
     taken = [text.get_window_extent(renderer).padded(_GAP) for text in axes.texts]
-    for x, y, radius in dots:
+    for x, y, radius, _ in dots:
         across, up = axes.transData.transform((x, y))
         taken.append(Bbox.from_bounds(across - radius, up - radius, 2 * radius, 2 * radius))
     (begin, end), (low, high) = lines[0]

@@ -9,7 +9,7 @@ from typing import Any
 from ..calls.options import choice_problem, refuse
 from .remedies import Remedy
 from .roofs import Roofs
-from .table import GROUPS, Measured, Row, grouped
+from .table import GROUPS, Measured, OperationRow, grouped
 from .timing import CallTimes
 from .trace import Event
 from .verdict import CpuFigures, GpuFigures, Verdict
@@ -57,7 +57,7 @@ class ProfileData:
         """
         return self.figures.call_s
 
-    def table(self, by: str = "operation") -> list[Row]:
+    def table(self, by: str = "operation") -> list[OperationRow]:
         """The call's operations by "module", "operation" or "line", the longest first.
 
         Raises:

@@ -30,7 +30,7 @@ from ..graphs.conditions import pretend_capturing
 from ..report.environment import environment
 from . import remedies as remedy_room
 from .lines import Line, Sampler
-from .observation import Observer, Operation, Stopwatch
+from .observation import ObservedOperation, Stopwatch, WorkObserver
 from .profile import Profile
 from .remedies import Known, Remedy
 from .roofs import Roofs, cores, raised, roofs_of
@@ -38,7 +38,7 @@ from .sentences import told
 from .subject import Subject
 from .table import Measured
 from .timing import CROWDED, CallTimes, device_seconds, time_calls, time_threads
-from .trace import Kernel, Traced, traced
+from .trace import Kernel, TracedCall, traced
 from .trials import try_variants
 from .verdict import (
     Cause,
@@ -142,7 +142,7 @@ def _on_gpu(subject: Subject) -> bool:
     return subject.device.type == "cuda"
 
 
-class _Work:
+class _Profiling:
     """What both devices share: the order in which things are measured.
 
     Attributes:
@@ -165,8 +165,8 @@ class _Work:
         self.measured: list[Measured] = []
         self.remedies: list[Remedy] = []
         self.times: CallTimes
-        self.trace = Traced()
-        self.observer = Observer(subject.names)
+        self.trace = TracedCall()
+        self.observer = WorkObserver(subject.names)
         self.sampler = Sampler()
 
     def measure(self) -> None:
@@ -185,7 +185,7 @@ class _Work:
             self.notes.append(uncounted)
 
     @property
-    def operations(self) -> list[Operation]:
+    def operations(self) -> list[ObservedOperation]:
         return self.observer.operations
 
     def _observe(self) -> None:
@@ -276,24 +276,25 @@ class _Work:
         return Verdict(verdict.causes, verdict.shares, tuple(lines[:8]), text)
 
 
-class _Gpu(_Work):
+class _Gpu(_Profiling):
     """A call on a GPU."""
 
-    def _decide(self) -> None:
-        times, trace, device = self.times, self.trace, self.subject.device
-        waits = bool(self.observer.waits) or any(op.reads for op in self.operations)
-        alone = None if waits else device_seconds(self.subject, times.host_s)
-        self._raise_roofs(trace.operation_s)
-        by_operation: dict[int | None, list[Kernel]] = {}
-        for kernel in trace.kernels:
+    def _kernels_by_operation(self) -> dict[int | None, list[Kernel]]:
+        """The kernels of a call by the number of their operation; None for those of none."""
+        found: dict[int | None, list[Kernel]] = {}
+        for kernel in self.trace.kernels:
             index = kernel.operation
             if index is not None and index >= len(self.operations):
                 index = None
-            by_operation.setdefault(index, []).append(kernel)
+            found.setdefault(index, []).append(kernel)
+        return found
+
+    def _parts(self, by_operation: Mapping[int | None, list[Kernel]]) -> dict[Cause, float]:
+        """The device's seconds by what bounds them; notes those of each operation, too."""
         parts: dict[Cause, float] = {}
         for index, operation in enumerate(self.operations):
             kernels = by_operation.get(index, [])
-            seconds = trace.operation_s.get(index, 0.0)
+            seconds = self.trace.operation_s.get(index, 0.0)
             cause = cause_on_gpu(operation, kernels, self.roofs) if kernels else Cause.LAUNCHES
             if kernels:
                 parts[cause] = parts.get(cause, 0.0) + seconds
@@ -305,6 +306,15 @@ class _Gpu(_Work):
                 f"{counted(len(others), 'kernel')} of no operation, as of a replayed graph: "
                 "what is read and computed there is not known."
             )
+        return parts
+
+    def _decide(self) -> None:
+        times, trace, device = self.times, self.trace, self.subject.device
+        waits = bool(self.observer.waits) or any(op.reads for op in self.operations)
+        alone = None if waits else device_seconds(self.subject, times.host_s)
+        self._raise_roofs(trace.operation_s)
+        by_operation = self._kernels_by_operation()
+        parts = self._parts(by_operation)
         waiting = max(trace.waiting_s, self._waiting()) if waits else trace.waiting_s
         busy = trace.busy_s if alone is None else alone
         copies_s = parts.get(Cause.TRANSFERS, 0.0)
@@ -361,7 +371,7 @@ class _Gpu(_Work):
         places = len(set(self.observer.reads()))
         if not places:
             return alone, 0
-        observer = Observer(self.subject.names)
+        observer = WorkObserver(self.subject.names)
         try:
             with self.subject.mode(), pretend_capturing():
                 call = self.subject.prepared()
@@ -402,7 +412,7 @@ class _Gpu(_Work):
         return min(statistics.median(found), self.times.host_s)
 
 
-class _Cpu(_Work):
+class _Cpu(_Profiling):
     """A call on a CPU."""
 
     def _decide(self) -> None:
@@ -447,7 +457,7 @@ class _Cpu(_Work):
         known = Known(self.operations, by_index, self.roofs, trials, outputs=self.outputs)
         self.remedies = remedy_room.for_cpu(self.figures, known)
 
-    def _watched(self) -> Watched:
+    def _watched(self) -> StopwatchTimes:
         """Calls with and without the stopwatch, in turns, so that other work disturbs both."""
         timer = Timer(self.subject.device)
         runs: list[list[float]] = []
@@ -472,11 +482,11 @@ class _Cpu(_Work):
             )
             same = runs[-1:]
         operations = [min(values) for values in zip(*same, strict=True)]
-        return Watched(operations, min(plain), max(0.0, min(between)))
+        return StopwatchTimes(operations, min(plain), max(0.0, min(between)))
 
 
 @dataclass(frozen=True)
-class Watched:
+class StopwatchTimes:
     """Calls on a CPU, with and without the stopwatch; seconds.
 
     Attributes:

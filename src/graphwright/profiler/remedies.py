@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .flops import holds_products
-from .observation import Operation
+from .observation import ObservedOperation
 from .roofs import Roofs
 from .timing import CROWDED, ThreadTimes
-from .trials import BF16, CHANNELS_LAST, FASTEST, TF32, Trial
+from .trials import BF16, CHANNELS_LAST, FASTEST, TF32, FormTrial
 from .verdict import Cause, CpuFigures, GpuFigures
 
 # How far single operations that are timed by themselves may be from what they take in a call.
@@ -91,10 +91,10 @@ class Known:
         reads: places where the host waits for a value.
     """
 
-    operations: Sequence[Operation]
+    operations: Sequence[ObservedOperation]
     seconds: Mapping[int, float]
     roofs: Roofs
-    trials: Mapping[str, Trial]
+    trials: Mapping[str, FormTrial]
     queued_s: float | None = None
     inputs: Sequence[int] = ()
     outputs: int = 1
@@ -224,7 +224,7 @@ def removable_by_fusion(known: Known) -> tuple[float, float]:
     """
     saved = removed = 0.0
     chain: list[int] = []
-    before: Operation | None = None
+    before: ObservedOperation | None = None
     for index, operation in enumerate(known.operations):
         if operation.view:
             continue
@@ -241,12 +241,14 @@ def removable_by_fusion(known: Known) -> tuple[float, float]:
     return saved + less, removed + fewer
 
 
-def _is_product(operation: Operation) -> bool:
+def _is_product(operation: ObservedOperation) -> bool:
     """Whether it is a product that others can be merged with, and what follows it."""
     return bool(operation.flops) and not holds_products(operation.name)
 
 
-def _saved_in(chain: Sequence[int], before: Operation | None, known: Known) -> tuple[float, float]:
+def _saved_in(
+    chain: Sequence[int], before: ObservedOperation | None, known: Known
+) -> tuple[float, float]:
     """Seconds and kernels that fusing a chain behind some operation saves."""
     if not chain:
         return 0.0, 0.0
@@ -308,7 +310,7 @@ def _form(name: str, figures: GpuFigures, graphed_s: float | None, known: Known)
     return Remedy(name, first, last, how, under)
 
 
-def _why_not_tried(name: str, operations: Sequence[Operation]) -> str:
+def _why_not_tried(name: str, operations: Sequence[ObservedOperation]) -> str:
     if name == CHANNELS_LAST:
         return "no convolutions that take time in the other layout"
     products = [each for each in operations if each.flops and each.dtype == "float32"]

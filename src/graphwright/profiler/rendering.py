@@ -10,7 +10,7 @@ from ..calls.plurals import counted
 from ..report.table import duration
 from .profile_data import ProfileData
 from .remedies import Remedy
-from .table import Row
+from .table import OperationRow
 
 _WIDTH = 80
 # Rows that a table shows.
@@ -81,7 +81,7 @@ def span(low: float, high: float) -> str:
     return f"{first}×" if first == last else f"{first}–{last}×"
 
 
-def _table(by: str, rows: Sequence[Row], *, gpu: bool) -> list[str]:
+def _table(by: str, rows: Sequence[OperationRow], *, gpu: bool) -> list[str]:
     count = "launches" if gpu else "ops"
     lines = [f"{'by ' + by:37}{'time':>9}{'share':>7}{count:>9}{'bytes':>9}{'of roof':>9}"]
     for row in rows[:_ROWS]:

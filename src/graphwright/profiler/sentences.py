@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ..calls.plurals import counted
 from ..report.table import duration
-from .observation import Operation
-from .trace import Traced
+from .observation import ObservedOperation
+from .trace import TracedCall
 from .verdict import Cause, CpuFigures, GpuFigures, Verdict
 
 _NAMES = {
@@ -28,8 +28,8 @@ _NAMES = {
 def told(
     verdict: Verdict,
     figures: GpuFigures | CpuFigures,
-    operations: Sequence[Operation],
-    trace: Traced,
+    operations: Sequence[ObservedOperation],
+    trace: TracedCall,
 ) -> str:
     """The verdict as a sentence or two, with the figures that decide it."""
     if len(verdict.causes) == 1:
@@ -44,7 +44,7 @@ def told(
     return f"{head} {why}"
 
 
-def _on_gpu(figures: GpuFigures, trace: Traced) -> str:
+def _on_gpu(figures: GpuFigures, trace: TracedCall) -> str:
     parts = [
         f"Of {duration(figures.call_s)}, the device works {duration(figures.device_s)}",
         f"the host {duration(figures.work_s)}",

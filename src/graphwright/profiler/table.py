@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .observation import Operation
+from .observation import ObservedOperation
 from .roofs import Roofs
 from .verdict import floor_of
 
@@ -15,7 +15,7 @@ GROUPS = ("module", "operation", "line")
 
 
 @dataclass(frozen=True)
-class Row:
+class OperationRow:
     """Some operations together.
 
     Attributes:
@@ -49,13 +49,13 @@ class Row:
 class Measured:
     """An operation with what was measured of it."""
 
-    operation: Operation
+    operation: ObservedOperation
     seconds: float
     launches: int
     cause: str
 
 
-def grouped(measured: Sequence[Measured], by: str, roofs: Roofs) -> list[Row]:
+def grouped(measured: Sequence[Measured], by: str, roofs: Roofs) -> list[OperationRow]:
     """Rows by module, operation or line, the longest first.
 
     Args:
@@ -72,13 +72,13 @@ def grouped(measured: Sequence[Measured], by: str, roofs: Roofs) -> list[Row]:
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def _row(name: str, group: Sequence[Measured], total: float, roofs: Roofs) -> Row:
+def _row(name: str, group: Sequence[Measured], total: float, roofs: Roofs) -> OperationRow:
     seconds = sum(each.seconds for each in group)
     floors = sum(max(floor_of(each.operation, roofs)) for each in group if not each.operation.view)
     causes: dict[str, float] = {}
     for each in group:
         causes[each.cause] = causes.get(each.cause, 0.0) + each.seconds
-    return Row(
+    return OperationRow(
         name,
         seconds,
         seconds / total,
@@ -91,7 +91,7 @@ def _row(name: str, group: Sequence[Measured], total: float, roofs: Roofs) -> Ro
     )
 
 
-_KEYS: Mapping[str, Callable[[Operation], str]] = {
+_KEYS: Mapping[str, Callable[[ObservedOperation], str]] = {
     "module": lambda operation: operation.module or "(no module)",
     "operation": lambda operation: operation.name,
     "line": lambda operation: str(operation.line or "(no line of yours)"),

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity
 
 from ..errors import GraphwrightError, first_line
 from ..graphs.marks import silent_profiler
-from .observation import MARK, Marker, Operation
+from .observation import MARK, Marker, ObservedOperation
 from .subject import Subject
 
 Event = dict[str, Any]
@@ -66,7 +66,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedCall:
     """What the profiler says of a call; times in seconds.
 
     Attributes:
@@ -92,7 +92,7 @@ class Traced:
     events: list[Event] = field(default_factory=list, repr=False)
 
 
-def traced(subject: Subject) -> Traced:
+def traced(subject: Subject) -> TracedCall:
     """Run some calls under torch.profiler.
 
     Raises:
@@ -144,61 +144,90 @@ def _run(subject: Subject, cuda: bool) -> None:
             del result
 
 
-def parse(events: Sequence[Event]) -> Traced:
+def parse(events: Sequence[Event]) -> TracedCall:
     """Figures from the events of a Chrome trace of `_run`; microseconds become seconds."""
-    spans = [e for e in events if e.get("ph") == "X" and "ts" in e]
-    calls = _windows(spans, CALL)[1:] or _windows(spans, CALL)
-    marked = _windows(spans, MARKED)
-    runtime = [e for e in spans if e.get("cat") in _RUNTIME]
-    host = sorted(
-        (_span(e) for e in spans if e.get("cat") in (*_RUNTIME, "cpu_op") and not _is_mark(e)),
-    )
-    device = sorted((e for e in spans if e.get("cat") in _DEVICE), key=lambda e: float(e["ts"]))
-    launched = {number: e for e in runtime if (number := _correlation(e)) is not None}
-    waiting, copying, python, window, busy, launches = [], [], [], [], [], []
-    for begin, end in calls:
-        inside = [e for e in runtime if begin <= float(e["ts"]) < end]
-        waiting.append(sum(float(e["dur"]) for e in inside if _waits(e)))
-        mine = [e for e in device if _launch_time(e, launched) in Inside(begin, end)]
-        transfers = {_correlation(e) for e in mine if _is_transfer(e)}
-        copying.append(sum(float(e["dur"]) for e in inside if _correlation(e) in transfers))
-        covered = _length(_union((s for s in host if s[1] > begin and s[0] < end), 0.0))
-        python.append(max(0.0, end - begin - covered))
-        window.append(end - begin)
-        busy.append(_length(_busy(mine)))
-        launches.append(len({_correlation(e) for e in mine}))
-    kernels, operation_s = _by_operation(spans, device, launched, marked)
-    return Traced(
+    trace = _ChromeTrace(events)
+    calls = trace.windows(CALL)[1:] or trace.windows(CALL)
+    marked = trace.windows(MARKED)
+    found = [_figures(trace, call) for call in calls]
+    kernels, operation_s = _by_operation(trace, marked)
+    return TracedCall(
         kernels=kernels,
-        busy_s=_median(busy) / 1e6,
-        waiting_s=_median(waiting) / 1e6,
-        copying_s=_median(copying) / 1e6,
-        python_s=_median(python) / 1e6,
-        window_s=_median(window) / 1e6,
-        launches=round(_median(launches)),
+        busy_s=_median([each.busy for each in found]) / 1e6,
+        waiting_s=_median([each.waiting for each in found]) / 1e6,
+        copying_s=_median([each.copying for each in found]) / 1e6,
+        python_s=_median([each.python for each in found]) / 1e6,
+        window_s=_median([each.window for each in found]) / 1e6,
+        launches=round(_median([each.launches for each in found])),
         operation_s=operation_s,
-        events=_kept(events, calls, marked, device, launched),
+        events=_kept(events, trace, [*calls[-1:], *marked[-1:]]),
     )
+
+
+class _ChromeTrace:
+    """The events of a Chrome trace by what they are.
+
+    Attributes:
+        spans: all that begin and end.
+        runtime: of these, calls of CUDA's runtime.
+        host: when it was in an operation or in CUDA's runtime, in order.
+        device: work of the device, in order.
+        launches: what of `runtime` launched such work, by the number that both bear.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.spans = [e for e in events if e.get("ph") == "X" and "ts" in e]
+        self.runtime = [e for e in self.spans if e.get("cat") in _RUNTIME]
+        operations = [e for e in self.spans if e.get("cat") == "cpu_op"]
+        self.host = sorted(_span(e) for e in (*self.runtime, *operations) if not _is_mark(e))
+        device = (e for e in self.spans if e.get("cat") in _DEVICE)
+        self.device = sorted(device, key=lambda e: float(e["ts"]))
+        self.launches = {n: e for e in self.runtime if (n := _correlation(e)) is not None}
+
+    def windows(self, prefix: str) -> list[Span]:
+        """When the blocks ran whose marks begin with a prefix, in order."""
+        return sorted(_span(e) for e in self.spans if _is_mark(e, prefix) and _is_block(e))
+
+    def launched_in(self, window: Span) -> list[Event]:
+        """The device's work that was launched in a window, whenever it ran."""
+        launched = (e for e in self.device if _correlation(e) in self.launches)
+        return [e for e in launched if _begins_in(self.launches[_correlation(e)], window)]
 
 
 @dataclass(frozen=True)
-class Inside:
-    """The times from one to another."""
+class _Figures:
+    """What a trace says of one call, in microseconds; see `TracedCall`."""
 
-    begin: float
-    end: float
+    busy: float
+    waiting: float
+    copying: float
+    python: float
+    window: float
+    launches: int
 
-    def __contains__(self, time: object) -> bool:
-        return isinstance(time, float) and self.begin <= time < self.end
+
+def _figures(trace: _ChromeTrace, call: Span) -> _Figures:
+    begin, end = call
+    inside = [e for e in trace.runtime if _begins_in(e, call)]
+    mine = trace.launched_in(call)
+    transfers = {_correlation(e) for e in mine if _is_transfer(e)}
+    covered = _length(_union((s for s in trace.host if s[1] > begin and s[0] < end), 0.0))
+    return _Figures(
+        busy=_length(_busy(mine)),
+        waiting=sum(float(e["dur"]) for e in inside if _waits(e)),
+        copying=sum(float(e["dur"]) for e in inside if _correlation(e) in transfers),
+        python=max(0.0, end - begin - covered),
+        window=end - begin,
+        launches=len({_correlation(e) for e in mine}),
+    )
 
 
-def _windows(spans: Sequence[Event], prefix: str) -> list[Span]:
-    found = [
-        e
-        for e in spans
-        if str(e.get("name", "")).startswith(prefix) and e.get("cat") == "user_annotation"
-    ]
-    return sorted(map(_span, found))
+def _begins_in(event: Event, window: Span) -> bool:
+    return window[0] <= float(event["ts"]) < window[1]
+
+
+def _is_block(event: Event) -> bool:
+    return event.get("cat") == "user_annotation"
 
 
 def _span(event: Event) -> Span:
@@ -211,8 +240,8 @@ def _correlation(event: Event) -> Any:
     return event.get("args", {}).get("correlation")
 
 
-def _is_mark(event: Event) -> bool:
-    return str(event.get("name", "")).startswith((CALL, MARKED, MARK))
+def _is_mark(event: Event, prefix: str | tuple[str, ...] = (CALL, MARKED, MARK)) -> bool:
+    return str(event.get("name", "")).startswith(prefix)
 
 
 def _waits(event: Event) -> bool:
@@ -226,11 +255,6 @@ def _is_transfer(event: Event) -> bool:
         return False
     nbytes = event.get("args", {}).get("bytes")
     return float(event["dur"]) > _LARGE_US if nbytes is None else int(nbytes) >= _LARGE_BYTES
-
-
-def _launch_time(event: Event, launched: dict[Any, Event]) -> float | None:
-    launch = launched.get(_correlation(event))
-    return None if launch is None else float(launch["ts"])
 
 
 def _union(spans: Iterable[Span], gap: float) -> list[Span]:
@@ -262,48 +286,49 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _by_operation(
-    spans: Sequence[Event], device: Sequence[Event], launched: dict[Any, Event], calls: list[Span]
+    trace: _ChromeTrace, calls: list[Span]
 ) -> tuple[tuple[Kernel, ...], dict[int, float]]:
     """The kernels of one marked call, and the median device time of each operation in all."""
     marks: dict[Any, list[tuple[float, float, int]]] = {}
-    for event in spans:
-        name = str(event.get("name", ""))
-        if name.startswith(MARK) and event.get("cat") == "user_annotation":
-            begin, end = _span(event)
-            marks.setdefault(event.get("tid"), []).append((begin, end, int(name[len(MARK) :])))
+    for event in trace.spans:
+        if _is_mark(event, MARK) and _is_block(event):
+            number = int(str(event["name"])[len(MARK) :])
+            marks.setdefault(event.get("tid"), []).append((*_span(event), number))
     for several in marks.values():
         several.sort()
-    found: list[tuple[Kernel, ...]] = []
-    for begin, end in calls:
-        kernels = []
-        for event in device:
-            launch = launched.get(_correlation(event))
-            if launch is None or not begin <= float(launch["ts"]) < end:
-                continue
-            index = _enclosing(marks.get(launch.get("tid"), []), float(launch["ts"]))
-            start, over = _span(event)
-            kernels.append(
-                Kernel(
-                    str(event["name"]),
-                    (start - begin) / 1e6,
-                    (over - start) / 1e6,
-                    index,
-                    _kind(event),
-                    int(event["args"].get("stream", 0) or 0),
-                )
-            )
-        found.append(tuple(kernels))
-    if not found:
-        return (), {}
+    found = [_kernels(trace, marks, call) for call in calls]
     totals: dict[int, list[float]] = {}
-    for kernels_of_call in found:
+    for kernels in found:
         sums: dict[int, float] = {}
-        for kernel in kernels_of_call:
+        for kernel in kernels:
             if kernel.operation is not None:
                 sums[kernel.operation] = sums.get(kernel.operation, 0.0) + kernel.seconds
         for index, seconds in sums.items():
             totals.setdefault(index, []).append(seconds)
-    return found[-1], {index: _median(values) for index, values in totals.items()}
+    medians = {index: _median(values) for index, values in totals.items()}
+    return found[-1] if found else (), medians
+
+
+def _kernels(
+    trace: _ChromeTrace, marks: dict[Any, list[tuple[float, float, int]]], call: Span
+) -> tuple[Kernel, ...]:
+    """The device's work of a call, each with the operation inside of whose mark it was launched."""
+    found = []
+    for event in trace.launched_in(call):
+        launch = trace.launches[_correlation(event)]
+        index = _enclosing(marks.get(launch.get("tid"), []), float(launch["ts"]))
+        start, over = _span(event)
+        found.append(
+            Kernel(
+                str(event["name"]),
+                (start - call[0]) / 1e6,
+                (over - start) / 1e6,
+                index,
+                _kind(event),
+                int(event["args"].get("stream", 0) or 0),
+            )
+        )
+    return tuple(found)
 
 
 def _enclosing(marks: list[tuple[float, float, int]], time: float) -> int | None:
@@ -322,39 +347,31 @@ def _kind(event: Event) -> str:
     return "to device" if "HtoD" in name else "to host" if "DtoH" in name else "copy"
 
 
-def _kept(
-    events: Sequence[Event],
-    calls: list[Span],
-    marked: list[Span],
-    device: Sequence[Event],
-    launched: dict[Any, Event],
-) -> list[Event]:
-    """The events of the last call of each kind, and what names processes and threads."""
-    windows = [*calls[-1:], *marked[-1:]]
-    on_device = {
-        id(e)
-        for e in device
-        for begin, end in windows
-        if (time := _launch_time(e, launched)) is not None and begin <= time < end
-    }
-    found = []
-    for event in events:
-        if event.get("ph") == "M" or id(event) in on_device:
-            found.append(event)
-        elif event.get("cat") not in _DEVICE and "ts" in event:
-            time = float(event["ts"])
-            if any(begin <= time < end for begin, end in windows):
-                found.append(event)
-    return found
+def _kept(events: Sequence[Event], trace: _ChromeTrace, windows: Sequence[Span]) -> list[Event]:
+    """The events of some windows, and what names processes and threads."""
+    inside = set(map(id, _inside(events, trace, windows)))
+    return [event for event in events if event.get("ph") == "M" or id(event) in inside]
 
 
-def named(events: Sequence[Event], operations: Sequence[Operation]) -> Iterator[Event]:
+def _inside(events: Sequence[Event], trace: _ChromeTrace, windows: Sequence[Span]) -> list[Event]:
+    """The events of some windows; of the device, what was launched in them."""
+    launched = {id(e) for window in windows for e in trace.launched_in(window)}
+
+    def begins(event: Event) -> bool:
+        if event.get("cat") in _DEVICE or "ts" not in event:
+            return False
+        return any(_begins_in(event, window) for window in windows)
+
+    return [event for event in events if id(event) in launched or begins(event)]
+
+
+def named(events: Sequence[Event], operations: Sequence[ObservedOperation]) -> Iterator[Event]:
     """Events of a Chrome trace in which the marks bear the names of modules and operations."""
     for event in events:
-        name = str(event.get("name", ""))
-        if not name.startswith(MARK):
+        if not _is_mark(event, MARK):
             yield event
             continue
+        name = str(event["name"])
         with contextlib.suppress(ValueError, IndexError):
             operation = operations[int(name[len(MARK) :])]
             args = dict(event.get("args", {}))
@@ -380,32 +397,38 @@ class Bar:
 
 def timeline(events: Sequence[Event]) -> list[Bar]:
     """A call as it ran without marks: operations and waits of the host, and work of the device."""
-    spans = [e for e in events if e.get("ph") == "X" and "ts" in e]
-    windows = _windows(spans, CALL)
+    trace = _ChromeTrace(events)
+    windows = trace.windows(CALL)
     if not windows:
         return []
-    begin, end = windows[-1]
-    runtime = [e for e in spans if e.get("cat") in _RUNTIME]
-    launched = {number: e for e in runtime if (number := _correlation(e)) is not None}
+    window = windows[-1]
     found: list[Bar] = []
     over: dict[Any, float] = {}
-    for event in sorted(spans, key=lambda e: (float(e["ts"]), -float(e.get("dur", 0.0)))):
+    inside = _inside(trace.spans, trace, [window])
+    for event in sorted(inside, key=lambda e: (float(e["ts"]), -float(e.get("dur", 0.0)))):
         start, stop = _span(event)
-        category, name = event.get("cat"), str(event["name"])
-        lane = ""
-        if category == "cpu_op" and begin <= start < end and not _is_mark(event):
-            if start >= over.get(event.get("tid"), begin):  # Not inside of another one.
-                over[event.get("tid")] = stop
-                lane = "host: operations"
-        elif category in _RUNTIME and begin <= start < end and _waits(event):
-            lane = "host: waiting"
-        elif category in _DEVICE:
-            time = _launch_time(event, launched)
-            if time is not None and begin <= time < end:
-                lane = f"device: {_LANES.get(_kind(event), 'kernels')}"
+        lane = _lane(event)
+        if lane == _OPERATIONS:
+            if start < over.get(event.get("tid"), window[0]):
+                continue  # Inside of another one.
+            over[event.get("tid")] = stop
         if lane:
-            found.append(Bar(lane, name, (start - begin) / 1e6, (stop - start) / 1e6))
+            begin, seconds = (start - window[0]) / 1e6, (stop - start) / 1e6
+            found.append(Bar(lane, str(event["name"]), begin, seconds))
     return found
 
 
+_OPERATIONS = "host: operations"
 _LANES = {"to device": "copies", "to host": "copies"}
+
+
+def _lane(event: Event) -> str:
+    """Where a timeline shows an event; empty if nowhere."""
+    category = event.get("cat")
+    if category in _DEVICE:
+        return f"device: {_LANES.get(_kind(event), 'kernels')}"
+    if category == "cpu_op" and not _is_mark(event):
+        return _OPERATIONS
+    if category in _RUNTIME and _waits(event):
+        return "host: waiting"
+    return ""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .observation import Form, Operation, Sample
+from .observation import Form, ObservedOperation, OperationSample
 from .roofs import fp32_precision
 from .timing import back_to_back, least
 
@@ -27,7 +27,7 @@ FASTEST = "the fastest algorithm"
 
 
 @dataclass(frozen=True)
-class Trial:
+class FormTrial:
     """What products and convolutions take in another form.
 
     Attributes:
@@ -42,13 +42,13 @@ class Trial:
 
 
 def try_variants(
-    operations: Sequence[Operation],
-    samples: Mapping[int, Sample],
+    operations: Sequence[ObservedOperation],
+    samples: Mapping[int, OperationSample],
     seconds: Mapping[int, float],
     device: torch.device,
     *,
     limit_s: float,
-) -> dict[str, Trial]:
+) -> dict[str, FormTrial]:
     """Time the operations that take most, each kind once, as they are and in other forms.
 
     Args:
@@ -61,11 +61,7 @@ def try_variants(
     Returns:
         by form, what was found; forms that suit none of them are left out.
     """
-    kinds: dict[str, list[int]] = {}
-    for index, sample in samples.items():
-        if seconds.get(index, 0.0) > 0:
-            kinds.setdefault(repr((str(sample.func), sample.args, sample.kwargs)), []).append(index)
-    groups = sorted(kinds.values(), key=lambda g: -sum(seconds[i] for i in g))
+    groups = _kinds(samples, seconds)
     total = sum(seconds[i] for group in groups for i in group)
     found: dict[str, list[float]] = {}
     began, covered = time.perf_counter(), 0.0
@@ -84,13 +80,24 @@ def try_variants(
                 before_after[0] += spent
                 before_after[1] += spent * other / base
     return {
-        form: Trial(before, after, total - before)
+        form: FormTrial(before, after, total - before)
         for form, (before, after) in found.items()
         if before
     }
 
 
-def _forms(operation: Operation, sample: Sample, device: torch.device) -> list[str]:
+def _kinds(samples: Mapping[int, OperationSample], seconds: Mapping[int, float]) -> list[list[int]]:
+    """Operations that are alike, by index; the kinds that take most first."""
+    kinds: dict[str, list[int]] = {}
+    for index, sample in samples.items():
+        if seconds.get(index, 0.0) > 0:
+            kinds.setdefault(repr((str(sample.func), sample.args, sample.kwargs)), []).append(index)
+    return sorted(kinds.values(), key=lambda kind: -sum(seconds[i] for i in kind))
+
+
+def _forms(
+    operation: ObservedOperation, sample: OperationSample, device: torch.device
+) -> list[str]:
     tensors = _tensor_forms((sample.args, sample.kwargs))
     if not tensors or not all(form.dtype.is_floating_point for form in tensors):
         return []
@@ -122,7 +129,7 @@ def _tensor_forms(tree: Any) -> list[Form]:
     return []
 
 
-def _seconds(sample: Sample, form: str | None, device: torch.device) -> float | None:
+def _seconds(sample: OperationSample, form: str | None, device: torch.device) -> float | None:
     """Seconds of an operation in some form; None if it does not run in it."""
     if form == FASTEST:
         with _trying_all_algorithms():

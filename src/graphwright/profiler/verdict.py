@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from .lines import Line
-from .observation import Operation
+from .observation import ObservedOperation
 from .roofs import Roofs
 from .timing import CROWDED, ThreadTimes
 from .trace import Kernel
@@ -248,7 +248,7 @@ def _ordered(shares: Mapping[Cause, float]) -> dict[Cause, float]:
     return dict(sorted(kept, key=lambda pair: -pair[1]))
 
 
-def floor_of(operation: Operation, roofs: Roofs) -> tuple[float, float]:
+def floor_of(operation: ObservedOperation, roofs: Roofs) -> tuple[float, float]:
     """The least seconds of an operation by its bytes and by its FLOPs, by the machine's roofs."""
     compute = 0.0
     if operation.flops:
@@ -256,7 +256,9 @@ def floor_of(operation: Operation, roofs: Roofs) -> tuple[float, float]:
     return roofs.copy_s(operation.nbytes), compute
 
 
-def cause_on_gpu(operation: Operation | None, kernels: Sequence[Kernel], roofs: Roofs) -> Cause:
+def cause_on_gpu(
+    operation: ObservedOperation | None, kernels: Sequence[Kernel], roofs: Roofs
+) -> Cause:
     """What bounds the kernels of one operation; of those that belong to none, by their times."""
     seconds = sum(kernel.seconds for kernel in kernels)
     if kernels and all(kernel.kind in ("to device", "to host") for kernel in kernels):
@@ -275,7 +277,7 @@ def cause_on_gpu(operation: Operation | None, kernels: Sequence[Kernel], roofs: 
 
 
 def parts_on_cpu(
-    operation: Operation, seconds: float, roofs: Roofs
+    operation: ObservedOperation, seconds: float, roofs: Roofs
 ) -> tuple[float, Cause | None, float]:
     """An operation's seconds on a CPU as those of dispatch, and of work with its cause.
 
@@ -302,6 +304,6 @@ def parts_on_cpu(
     return dispatch, Cause.ARITHMETIC if _is_costly(operation) else Cause.NEITHER, work
 
 
-def _is_costly(operation: Operation) -> bool:
+def _is_costly(operation: ObservedOperation) -> bool:
     words = operation.name.partition("::")[2].strip("_").replace(".", "_").split("_")
     return any(word in _COSTLY for word in words)

@@ -19,7 +19,7 @@ from ..errors import GraphwrightError
 from ..evaluation.measurement import Samples
 from .markup import Html, element, facts, join, table
 from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, page, paragraphs, plots
-from .plots import Curve, Group, Line, Mark, Point, curves, rows, series, tradeoff
+from .plots import Curve, Group, Mark, PlotRow, Point, curves, rows, series, tradeoff
 from .report import Report
 from .result import EAGER
 from .table import NO_FIGURE, duration, memory, ratio
@@ -70,7 +70,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One model: the ways to call it, and the report of `tune` where there is one.
 
     `measured` says whether the ways were timed beside the report, and not by it.
@@ -146,7 +146,7 @@ def benchmark_to_page(text: str, *, with_samples: bool = False) -> str:
 # ------------------------------------------------------------ reading
 
 
-def _cases(data: Mapping[str, Any]) -> list[Case]:
+def _cases(data: Mapping[str, Any]) -> list[BenchmarkCase]:
     if data.get("benchmark") == "buckets":
         return list(_of_buckets(data["figures"]))
     models = data.get("models", {})
@@ -156,7 +156,7 @@ def _cases(data: Mapping[str, Any]) -> list[Case]:
     return [_row(row) for row in data.get("rows", []) if isinstance(row, Mapping)]
 
 
-def _case(name: str, model: Mapping[str, Any], back_to_back: bool) -> Case:
+def _case(name: str, model: Mapping[str, Any], back_to_back: bool) -> BenchmarkCase:
     report = None
     if "report" in model:
         report = Report.from_json(json.dumps(model["report"]))
@@ -172,7 +172,7 @@ def _case(name: str, model: Mapping[str, Any], back_to_back: bool) -> Case:
     inputs = model.get("inputs", report.inputs if report else [])
     if isinstance(inputs, Mapping):
         inputs = [f"{key}: {value}" for key, value in inputs.items()]
-    return Case(name, ways, "; ".join(map(str, inputs)), report, measured)
+    return BenchmarkCase(name, ways, "; ".join(map(str, inputs)), report, measured)
 
 
 def _way(name: str, found: Mapping[str, Any], held: Any, back_to_back: bool) -> Way:
@@ -212,7 +212,7 @@ def _ways_of(report: Report) -> list[Way]:
     return found
 
 
-def _of_buckets(figures: Mapping[str, Any]) -> Iterator[Case]:
+def _of_buckets(figures: Mapping[str, Any]) -> Iterator[BenchmarkCase]:
     """Many calls of random sizes, then single calls of models, each in a bucket and without."""
     seconds = figures["seconds"]
     ways = [
@@ -220,10 +220,10 @@ def _of_buckets(figures: Mapping[str, Any]) -> Iterator[Case]:
         Way("graphwright.buckets", "ok", Samples(tuple(seconds["graph"]))),
     ]
     what = "MiniLM, batch and length at random"
-    yield Case(counted(figures["calls"], "call"), ways, what)
+    yield BenchmarkCase(counted(figures["calls"], "call"), ways, what)
     for model, found in figures["padding"].items():
         ways = [_way(name, found[key], {}, False) for key, name in _PADDED.items()]
-        yield Case(f"{model}, one call", ways, "a call that is smaller than its bucket")
+        yield BenchmarkCase(f"{model}, one call", ways, "a call that is smaller than its bucket")
 
 
 def _by_bucket(figures: Mapping[str, Any]) -> Html:
@@ -236,7 +236,7 @@ def _by_bucket(figures: Mapping[str, Any]) -> Html:
     return join([table(headings, cells), paragraphs([whole])])
 
 
-def _row(row: Mapping[str, Any]) -> Case:
+def _row(row: Mapping[str, Any]) -> BenchmarkCase:
     """A row of a benchmark that has a median and a spread for each way."""
     ways = []
     for name, figures in row.items():
@@ -245,13 +245,13 @@ def _row(row: Mapping[str, Any]) -> Case:
             samples = Samples((low, low, figures["median"], high, high))
             plain = name in (EAGER, *_BOUNDS)
             ways.append(Way(name if plain else _OURS + name, "ok", samples))
-    return Case(str(row.get("model", row.get("name", ""))), ways)
+    return BenchmarkCase(str(row.get("model", row.get("name", ""))), ways)
 
 
 # ------------------------------------------------------------ showing
 
 
-def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
+def _page(data: Mapping[str, Any], cases: Sequence[BenchmarkCase], text: str) -> str:
     environment = {str(k): str(v) for k, v in data.get("environment", {}).items()}
     where = environment.get("gpu") or environment.get("processor", "")
     kind = str(data.get("benchmark", "")).capitalize()
@@ -263,14 +263,7 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
         aside = "" if gain is None else f"{ratio(gain)} as fast as eager"
         body = _of_case(case, f"case{number}")
         sections.append(Section(case.name, body, aside, folded=True, anchor=f"case{number}"))
-    if data.get("benchmark") == "buckets":
-        figures = data["figures"]
-        aside = counted(len(figures["by_bucket"]), "bucket")
-        sections.append(Section("By bucket", _by_bucket(figures), aside, folded=True))
-    if targets := data.get("targets"):
-        met = sum(bool(each.get("met")) for each in targets)
-        aside = f"{met} of {len(targets)} met"
-        sections.append(Section("Targets", _targets(targets), aside, folded=True))
+    sections += _of_some_benchmarks(data)
     known = environment | ({"commit": str(data["commit"])} if "commit" in data else {})
     sections.append(Section("Environment", facts(known), folded=True))
     if text:
@@ -288,7 +281,19 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
     )
 
 
-def _verdict(cases: Sequence[Case]) -> tuple[Html, list[Tile]]:
+def _of_some_benchmarks(data: Mapping[str, Any]) -> Iterator[Section]:
+    """What some benchmarks have found beside their ways to call models."""
+    if data.get("benchmark") == "buckets":
+        figures = data["figures"]
+        aside = counted(len(figures["by_bucket"]), "bucket")
+        yield Section("By bucket", _by_bucket(figures), aside, folded=True)
+    if targets := data.get("targets"):
+        met = sum(bool(each.get("met")) for each in targets)
+        aside = f"{met} of {len(targets)} met"
+        yield Section("Targets", _targets(targets), aside, folded=True)
+
+
+def _verdict(cases: Sequence[BenchmarkCase]) -> tuple[Html, list[Tile]]:
     gains = [g for case in cases if (g := case.gain(case.best(ours=True))) is not None]
     beside = [g for case in cases if (g := case.gain_over_others()) is not None]
     if not gains:
@@ -310,7 +315,7 @@ def _range(gains: Sequence[float]) -> str:
     return f"{ratio(min(gains))} to {ratio(max(gains))}" if len(gains) > 1 else ""
 
 
-def _chosen_name(case: Case, way: Way) -> str:
+def _chosen_name(case: BenchmarkCase, way: Way) -> str:
     """A way's name; of tune's, what was chosen."""
     if case.report is not None and case.report.chosen and way.name == _TUNE:
         return case.report.chosen
@@ -321,35 +326,12 @@ def _short(way: str) -> str:
     return way.removeprefix(_OURS)
 
 
-def _overview(cases: Sequence[Case], kind: str) -> Html:
-    lines, cells = [], []
-    for number, case in enumerate(cases):
-        eager, ours, other = case.way(EAGER), case.best(ours=True), case.best(ours=False)
-        gain, theirs = case.gain(ours), case.gain(other)
-        marks = []
-        if ours is not None and gain is not None:
-            marks.append(Mark(gain, color=CHOSEN, hint=f"{_short(ours.name)}: {ratio(gain)}"))
-        if other is not None and theirs is not None:
-            marks.append(Mark(theirs, color="s1", hint=f"{other.name}: {ratio(theirs)}"))
-        text = " / ".join(ratio(each) for each in (gain, theirs) if each is not None)
-        lines.append(Line(case.name, text, marks))
-        link = element("a", case.name, href=f"#case{number}")
-        cells.append(
-            [
-                link,
-                NO_FIGURE if ours is None else _chosen_name(case, ours),
-                NO_FIGURE if other is None else other.name,
-                _seconds(eager),
-                _seconds(other),
-                _seconds(ours),
-                NO_FIGURE if gain is None else ratio(gain),
-                NO_FIGURE if (g := case.gain_over_others()) is None else ratio(g),
-            ]
-        )
+def _overview(cases: Sequence[BenchmarkCase], kind: str) -> Html:
+    lines = [_best_ways(case, f"case{number}") for number, case in enumerate(cases)]
     plot = rows(
         "overview",
         f"Bars: times as fast as eager, graphwright's best and the best other way, of {kind}",
-        [Group("", [line for line in lines if line.marks])],
+        [Group("", [line for line in map(_gains, cases) if line.marks])],
         "times as fast as eager",
         lambda value: f"{value:.3g}×",
         reference=(1.0, EAGER),
@@ -357,18 +339,59 @@ def _overview(cases: Sequence[Case], kind: str) -> Html:
     colors = [(CHOSEN, "graphwright")]
     if any(case.best(ours=False) for case in cases):
         colors.append(("s1", "best other way"))
-    headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
-                "vs eager", "vs other"]  # fmt: skip
     found = [figure("Times as fast as eager", plot, "The upright line is eager.", legend(colors))]
     found += _memory_of_all(cases, kind)
-    # Without other ways their columns are empty.
-    kept = [i for i in range(len(headings)) if any(line[i] != NO_FIGURE for line in cells)]
-    lines_kept = [[line[i] for i in kept] for line in cells]
-    texts = sum(i < 3 for i in kept)
-    return join([plots(found), table([headings[i] for i in kept], lines_kept, texts=texts)])
+    headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
+                "vs eager", "vs other"]  # fmt: skip
+    return join([plots(found), _filled_table(headings, lines, texts=3)])
 
 
-def _memory_of_all(cases: Sequence[Case], kind: str) -> list[Html]:
+def _gains(case: BenchmarkCase) -> PlotRow:
+    """The gains of the best ways to call a model, as bars."""
+    ours, other = case.best(ours=True), case.best(ours=False)
+    gain, theirs = case.gain(ours), case.gain(other)
+    marks = []
+    if ours is not None and gain is not None:
+        marks.append(Mark(gain, color=CHOSEN, hint=f"{_short(ours.name)}: {ratio(gain)}"))
+    if other is not None and theirs is not None:
+        marks.append(Mark(theirs, color="s1", hint=f"{other.name}: {ratio(theirs)}"))
+    text = " / ".join(ratio(each) for each in (gain, theirs) if each is not None)
+    return PlotRow(case.name, text, marks)
+
+
+def _best_ways(case: BenchmarkCase, anchor: str) -> list[str | Html]:
+    """The best ways to call a model, as a line of the table of all."""
+    ours, other = case.best(ours=True), case.best(ours=False)
+    return [
+        element("a", case.name, href=f"#{anchor}"),
+        NO_FIGURE if ours is None else _chosen_name(case, ours),
+        NO_FIGURE if other is None else other.name,
+        _seconds(case.way(EAGER)),
+        _seconds(other),
+        _seconds(ours),
+        _of(case.gain(ours), ratio),
+        _of(case.gain_over_others(), ratio),
+    ]
+
+
+def _filled_table(
+    headings: Sequence[str],
+    lines: Sequence[Sequence[str | Html]],
+    *,
+    texts: int,
+    emphasized: int | None = None,
+) -> Html:
+    """A table without the columns that are empty; the first columns, `texts` of all, hold words."""
+    kept = [i for i in range(len(headings)) if any(line[i] != NO_FIGURE for line in lines)]
+    return table(
+        [headings[i] for i in kept],
+        [[line[i] for i in kept] for line in lines],
+        emphasized=emphasized,
+        texts=sum(i < texts for i in kept),
+    )
+
+
+def _memory_of_all(cases: Sequence[BenchmarkCase], kind: str) -> list[Html]:
     lines = []
     for case in cases:
         ours, eager = case.best(ours=True), case.way(EAGER)
@@ -376,7 +399,7 @@ def _memory_of_all(cases: Sequence[Case], kind: str) -> list[Html]:
             continue
         counts = (ours.peak_bytes, eager.peak_bytes)
         marks = [Mark(float(n), color=c) for n, c in zip(counts, (CHOSEN, PLAIN), strict=True)]
-        lines.append(Line(case.name, " / ".join(map(memory, counts)), marks))
+        lines.append(PlotRow(case.name, " / ".join(map(memory, counts)), marks))
     if not lines:
         return []
     plot = rows(
@@ -398,13 +421,13 @@ def _seconds(way: Way | None) -> str:
     return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
 
 
-def _color(case: Case, way: Way) -> str:
+def _color(case: BenchmarkCase, way: Way) -> str:
     if way is case.best(ours=True):
         return CHOSEN
     return PLAIN if way.name in (EAGER, *_BOUNDS) else "s2" if way.ours else "s1"
 
 
-def _of_case(case: Case, name: str) -> Html:
+def _of_case(case: BenchmarkCase, name: str) -> Html:
     parts = [element("p", case.inputs, class_="note")]
     if case.measured:
         makers = (_times, _against_memory, _losses, _differences)
@@ -420,7 +443,7 @@ def _of_case(case: Case, name: str) -> Html:
     return join(parts)
 
 
-def _notes(case: Case) -> Html:
+def _notes(case: BenchmarkCase) -> Html:
     noted: dict[str, list[str]] = {}
     for way in case.ways:
         for text in way.notes:
@@ -428,7 +451,7 @@ def _notes(case: Case) -> Html:
     return paragraphs(f"{', '.join(names)}: {text}" for text, names in noted.items())
 
 
-def _times(case: Case, name: str) -> Html:
+def _times(case: BenchmarkCase, name: str) -> Html:
     lines = []
     timed = [way for way in case.ways if way.samples is not None]
     for way in sorted(timed, key=lambda way: way.seconds or 0.0):
@@ -438,7 +461,7 @@ def _times(case: Case, name: str) -> Html:
         mark = Mark(middle, middle - spread, middle + spread, tone)
         gain = case.gain(way)
         beside = "" if gain is None or way.name == EAGER else f", {ratio(gain)}"
-        lines.append(Line(way.name, duration(middle) + beside, [mark], tone == CHOSEN))
+        lines.append(PlotRow(way.name, duration(middle) + beside, [mark], tone == CHOSEN))
     eager = case.way(EAGER)
     plot = rows(
         f"{name}-ways",
@@ -457,7 +480,7 @@ def _times(case: Case, name: str) -> Html:
                   "either way.", legend(each for each in colors if each[0] in met))  # fmt: skip
 
 
-def _against_memory(case: Case, name: str) -> Html | None:
+def _against_memory(case: BenchmarkCase, name: str) -> Html | None:
     points = [
         Point(_short(way.name), way.seconds, float(way.peak_bytes), _color(case, way))
         for way in case.ways
@@ -479,7 +502,7 @@ def _against_memory(case: Case, name: str) -> Html | None:
                   "that no other beats in both.")  # fmt: skip
 
 
-def _losses(case: Case, name: str) -> Html | None:
+def _losses(case: BenchmarkCase, name: str) -> Html | None:
     found = [
         Curve(_short(way.name), range(1, len(way.losses) + 1), way.losses, series(number))
         for number, way in enumerate(way for way in case.ways if len(way.losses) > 1)
@@ -501,12 +524,12 @@ def _losses(case: Case, name: str) -> Html | None:
     return figure("Loss of the first steps", plot, caption, colors)
 
 
-def _differences(case: Case, name: str) -> Html | None:
+def _differences(case: BenchmarkCase, name: str) -> Html | None:
     known = [way for way in case.ways if way.off is not None and way.name != EAGER]
     if not known or not any(way.off for way in known):
         return None
     lines = [
-        Line(
+        PlotRow(
             way.name,
             f"{way.off:.1e}" if way.off else "equal",
             [Mark(way.off or float("nan"), color=_color(case, way))],
@@ -525,21 +548,23 @@ def _differences(case: Case, name: str) -> Html | None:
     return figure("Difference from eager", plot)
 
 
-def _table(case: Case) -> Html:
+def _table(case: BenchmarkCase) -> Html:
     best = case.best(ours=True)
     chosen = next((i for i, way in enumerate(case.ways) if way is best), None)
-    found = [
-        ("way", [way.name for way in case.ways]),
-        ("status", [way.status for way in case.ways]),
-        ("time", [_seconds(way) for way in case.ways]),
-        ("vs eager", [_of(case.gain(way), ratio) for way in case.ways]),
-        ("set-up", [_of(way.setup_s, duration) for way in case.ways]),
-        ("peak memory", [memory(way.peak_bytes) for way in case.ways]),
-        ("off eager's", [_of(way.off, lambda value: f"{value:.1e}") for way in case.ways]),
+    headings = ["way", "status", "time", "vs eager", "set-up", "peak memory", "off eager's"]
+    lines = [
+        [
+            way.name,
+            way.status,
+            _seconds(way),
+            _of(case.gain(way), ratio),
+            _of(way.setup_s, duration),
+            memory(way.peak_bytes),
+            _of(way.off, lambda value: f"{value:.1e}"),
+        ]
+        for way in case.ways
     ]
-    kept = [(name, cells) for name, cells in found if any(cell != NO_FIGURE for cell in cells)]
-    lines = [list(cells) for cells in zip(*(cells for _, cells in kept), strict=True)]
-    return table([name for name, _ in kept], lines, emphasized=chosen, texts=2)
+    return _filled_table(headings, lines, texts=2, emphasized=chosen)
 
 
 def _of(value: float | None, form: Any) -> str:

@@ -140,7 +140,7 @@ def draw(
         text = io.StringIO()
         unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas.print_svg(text, metadata=unsaid)
-    return _clean(text.getvalue(), name, label, width, height, alone=alone)
+    return _picture(text.getvalue(), name, label, width, height, alone=alone)
 
 
 @contextlib.contextmanager
@@ -185,43 +185,10 @@ def _settings(salt: str) -> Iterator[None]:
             yield
 
 
-def _clean(text: str, name: str, label: str, width: float, height: float, *, alone: bool) -> Html:
-    """The picture with colours of a style sheet, and with ids that no other picture has."""
+def _picture(text: str, name: str, label: str, width: float, height: float, *, alone: bool) -> Html:
+    """What matplotlib has drawn as a picture of ours."""
     root = ET.fromstring(text)
-    used = set(re.findall(r"#([\w-]+)", " ".join(_references(root))))
-    prefix = re.sub(r"\W", "-", name)
-    for node in root.iter():
-        node.tag = node.tag.rpartition("}")[2]
-        node.tail = None
-        if node.tag not in ("text", "title"):
-            node.text = None
-        attributes = {key.rpartition("}")[2]: value for key, value in node.attrib.items()}
-        own = attributes.pop("id", "")
-        if own.startswith(_HINT):
-            title = ET.Element("title")
-            title.text = own.removeprefix(_HINT)
-            node.insert(0, title)
-        elif own in used:
-            attributes["id"] = f"{prefix}-{own}"
-        for key in ("d", "x", "y", "transform", "width", "height"):
-            if key in attributes:
-                attributes[key] = _NUMBERS.sub(lambda m: f"{float(m[0]):.2f}", attributes[key])
-        if attributes.get("transform", "").startswith("rotate(-0 "):
-            del attributes["transform"]
-        if "d" in attributes:
-            attributes["d"] = " ".join(attributes["d"].split())
-        if "style" in attributes:
-            attributes["style"] = _FONT.sub("", attributes["style"])
-        for key in ("style", "fill", "stroke"):
-            if key in attributes:
-                attributes[key] = _SENTINEL.sub(
-                    lambda m: f"var(--{_NAME_OF[m[0]]})", attributes[key]
-                )
-        for key in ("href", "clip-path"):
-            if key in attributes:
-                attributes[key] = attributes[key].replace("#", f"#{prefix}-")
-        node.attrib.clear()
-        node.attrib.update(attributes)
+    _clean(root, re.sub(r"\W", "-", name))
     root.attrib.clear()
     for node in root.findall("defs"):
         if node.find("style") is not None:  # It would be the whole page's.
@@ -236,6 +203,52 @@ def _clean(text: str, name: str, label: str, width: float, height: float, *, alo
         for node in _ground(label, width, height):
             root.insert(0, node)
     return Html(ET.tostring(root, encoding="unicode"))
+
+
+def _clean(root: ET.Element, prefix: str) -> None:
+    """Give a picture the colours of a style sheet, and ids that no other picture has."""
+    used = set(re.findall(r"#([\w-]+)", " ".join(_references(root))))
+    for node in root.iter():
+        node.tag = node.tag.rpartition("}")[2]
+        node.tail = None
+        if node.tag not in ("text", "title"):
+            node.text = None
+        names = {key.rpartition("}")[2]: value for key, value in node.attrib.items()}
+        attributes = {key: _attribute(key, value, prefix) for key, value in names.items()}
+        own = attributes.pop("id", "")
+        if own.startswith(_HINT):
+            title = ET.Element("title")
+            title.text = own.removeprefix(_HINT)
+            node.insert(0, title)
+        elif own in used:
+            attributes["id"] = f"{prefix}-{own}"
+        if attributes.get("transform", "").startswith("rotate(-0 "):
+            del attributes["transform"]
+        node.attrib.clear()
+        node.attrib.update(attributes)
+
+
+def _attribute(name: str, value: str, prefix: str) -> str:
+    """The value of an attribute, with numbers no longer than they show, and our colours and ids."""
+    if name == "d":
+        return " ".join(_rounded(value).split())
+    if name in ("x", "y", "transform", "width", "height"):
+        return _rounded(value)
+    if name == "style":
+        return _coloured(_FONT.sub("", value))
+    if name in ("fill", "stroke"):
+        return _coloured(value)
+    if name in ("href", "clip-path"):
+        return value.replace("#", f"#{prefix}-")
+    return value
+
+
+def _rounded(value: str) -> str:
+    return _NUMBERS.sub(lambda number: f"{float(number[0]):.2f}", value)
+
+
+def _coloured(value: str) -> str:
+    return _SENTINEL.sub(lambda color: f"var(--{_NAME_OF[color[0]]})", value)
 
 
 def _references(root: ET.Element) -> Iterator[str]:
@@ -284,7 +297,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotRow:
     """A row: its name, a text at the right, and its marks one below the other."""
 
     name: str
@@ -298,7 +311,7 @@ class Group:
     """Rows under a heading; the heading may be empty."""
 
     heading: str
-    lines: Sequence[Line]
+    lines: Sequence[PlotRow]
 
 
 _TEXT_HEIGHT, _MARK_HEIGHT, _GAP, _HEADING, _FOOT = 17.0, 11.0, 8.0, 24.0, 46.0
@@ -398,7 +411,7 @@ def _span(groups: Sequence[Group], ends: Sequence[float]) -> tuple[float, float]
     return 0.0, max([*ends, 0.0]) * 1.03 or 1.0
 
 
-def _row(axes: Axes, line: Line, at: float, *, dots: bool) -> None:
+def _row(axes: Axes, line: PlotRow, at: float, *, dots: bool) -> None:
     across = axes.get_yaxis_transform()
     weight = "bold" if line.strong else "normal"
     ink = color(CHOSEN) if line.strong else INK
@@ -438,23 +451,22 @@ def _ticks(
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
+    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value) if value else "0"))
+    whole = MaxNLocator(4 if which == "x" else 5, steps=[1, 2, 2.5, 5, 10])
     if logarithmic and binary:
         axis.set_major_locator(LogLocator(base=2, numticks=6))
         axis.set_minor_locator(NullLocator())
     elif logarithmic:
-        low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
         decades = math.log10(high / low)
         steps = (1.0, 2.0, 5.0) if decades < 1.3 else (1.0, 3.0) if decades < 2 else (1.0,)
         axis.set_major_locator(LogLocator(subs=steps, numticks=5 if len(steps) == 1 else 20))
         axis.set_minor_locator(NullLocator())
     elif binary:
-        low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-        whole = MaxNLocator(4 if which == "x" else 5, steps=[1, 2, 2.5, 5, 10])
-        places = [_MIB * each for each in whole.tick_values(low / _MIB, high / _MIB)]
-        axis.set_major_locator(FixedLocator([each for each in places if low <= each <= high]))
+        ticks = [_MIB * each for each in whole.tick_values(low / _MIB, high / _MIB)]
+        axis.set_major_locator(FixedLocator([each for each in ticks if low <= each <= high]))
     else:
-        axis.set_major_locator(MaxNLocator(4 if which == "x" else 5, steps=[1, 2, 2.5, 5, 10]))
+        axis.set_major_locator(whole)
 
 
 # ------------------------------------------------------------ points with names

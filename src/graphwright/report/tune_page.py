@@ -12,7 +12,7 @@ from typing import Any
 from ..calls.plurals import counted
 from .markup import Html, element, facts, join, table
 from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, note, page, paragraphs, plots
-from .plots import Curve, Group, Line, Mark, Point, curves, rows, short, tradeoff
+from .plots import Curve, Group, Mark, PlotRow, Point, curves, rows, short, tradeoff
 from .result import EAGER, Results, Row, Status
 from .table import (
     calls_per_second,
@@ -176,7 +176,7 @@ def _gains(report: Results, name: str) -> Html | None:
             hint = f"{row.strategy}: {ratio(speed[0])}, {ratio(speed[1])} to {ratio(speed[2])}"
             low, high = (None, None) if row.strategy == EAGER else speed[1:]
             marks.append(Mark(speed[0], low, high, _color(report, row), hint))
-        lines.append(Line(row.strategy, text, marks, row.strategy == report.chosen))
+        lines.append(PlotRow(row.strategy, text, marks, row.strategy == report.chosen))
     if not any(line.marks for line in lines):
         return None
     plot = rows(
@@ -200,7 +200,9 @@ def _first_answers(report: Results, name: str) -> Html | None:
         seconds = row.cold_start_s or 0.0
         high = max(row.first_answers, default=seconds)
         mark = Mark(seconds, seconds, high, _color(report, row))
-        lines.append(Line(row.strategy, duration(seconds), [mark], row.strategy == report.chosen))
+        lines.append(
+            PlotRow(row.strategy, duration(seconds), [mark], row.strategy == report.chosen)
+        )
     if not lines:
         return None
     plot = rows(
@@ -259,7 +261,7 @@ def _errors(report: Results, name: str) -> Html | None:
         text = f"{rms:.1e}" if rms > 0 else "exact"
         text += ", wrong" if row.status is Status.WRONG else ""
         marks = [Mark(value, color=tone, hint=hint)]
-        lines.append(Line(row.strategy, text, marks, row.strategy == report.chosen))
+        lines.append(PlotRow(row.strategy, text, marks, row.strategy == report.chosen))
     if not lines:
         return None
     reference = None if own is None or not own.rms > 0 else (own.rms, EAGER)
@@ -331,7 +333,7 @@ def _by_shape(report: Results, name: str) -> Section | None:
             low, high = samples.median - samples.spread, samples.median + samples.spread
             marks.append(Mark(samples.median, low, high, tone, duration(samples.median)))
             times.append(duration(samples.median))
-        lines.append(Line(f"{shape.name}, {shape.weight:.0%}", " → ".join(times), marks))
+        lines.append(PlotRow(f"{shape.name}, {shape.weight:.0%}", " → ".join(times), marks))
     plot = rows(
         f"{name}-shapes",
         f"Bars: the time of a call of {report.model} by shape, eager's and the choice's",
@@ -367,7 +369,7 @@ def _gains_by_shape(report: Results, name: str) -> list[Html]:
         marks.sort(key=lambda pair: -pair[0])
         if marks:
             best = marks[0][1].hint
-            lines.append(Line(shape.name, short(best, 34), [mark for _, mark in marks[:4]]))
+            lines.append(PlotRow(shape.name, short(best, 34), [mark for _, mark in marks[:4]]))
     if not lines:
         return []
     plot = rows(

@@ -126,8 +126,7 @@ def choose(waiting: Sequence[Waiting], timings: Timings, now: float, *, passed: 
     if not points:  # Larger than all that was measured: by itself, as it is.
         return Choice((first,), anchor.sizes)
     if anchor.deadline is not None:
-        in_time = [p for p in points if now + timings.seconds[p] <= anchor.deadline]
-        points = in_time or [min(points, key=timings.seconds.__getitem__)]
+        points = _in_time(points, timings, anchor.deadline - now)
     groups = _groups(looked_at, first, timings)
     if not timings.pads:
         groups = [group for group in groups if group[1][1:] == anchor.sizes[1:]]
@@ -143,6 +142,12 @@ def choose(waiting: Sequence[Waiting], timings: Timings, now: float, *, passed: 
     if not timings.exact:
         at = _sizes_of([looked_at[index] for index in best])
     return Choice(tuple(best), at)
+
+
+def _in_time(points: Sequence[Sizes], timings: Timings, left_s: float) -> Sequence[Sizes]:
+    """The points that take no longer than the time that is left; if all do, the fastest one."""
+    found = [point for point in points if timings.seconds[point] <= left_s]
+    return found or [min(points, key=timings.seconds.__getitem__)]
 
 
 def _most_urgent(waiting: Sequence[Waiting], timings: Timings, now: float) -> int:

@@ -411,7 +411,7 @@ class Joiner:
                     axes[axis] = Size(name, factor, a - factor * at[0][which])
         for axes in found:
             self._refuse_offset("An output", axes)
-        return [dict(axes) for axes in found]
+        return list(found)
 
     def _refuse_offset(self, what: str, axes: Axes) -> None:
         sizes = [size for size in axes.values() if size.name == BATCH]
@@ -461,11 +461,8 @@ def layout_of_samples(
                     called = "length" if not others else f"length_{others}"
                     own[axis] = Size(columns.setdefault(column, called))
         axes.append(own)
-    names = tuple(columns.values())
-    sizes = list(zip(*columns, strict=True)) if columns else []
-    largest = {name: max(row[i] for row in sizes) for i, name in enumerate(names)}
-    bounds = {name: Bounds(1, largest[name]) for name in names}
-    return Layout(names, tuple(names_of_leaves), tuple(axes), tuple(pads), bounds)
+    bounds = {name: Bounds(1, max(column)) for column, name in columns.items()}
+    return Layout(tuple(bounds), tuple(names_of_leaves), tuple(axes), tuple(pads), bounds)
 
 
 def _datatype(what: str, name: str, tensor: torch.Tensor) -> str:

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.fallback import Absent
 from ..artifacts.tuned_module import TunedModule, choice_of
-from ..calls.dependencies import Called
 from ..calls.options import count_problem, refuse
 from ..calls.signature import CallSignature
+from ..calls.snapshots import Call
 from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..calls.watch import ModuleWatch
 from ..dispatch.graphed_module import GraphedModule, graph, graphs_of
 from ..errors import OptionError
 from ..evaluation.accuracy import difference
-from ..report.result import EAGER
 from ..shapes.buckets import Buckets
 from ..shapes.dimensions import BATCH, Bounds, Dimensions, named
 from ..shapes.dynamic_signature import DynamicSignature
@@ -81,11 +79,12 @@ class PreparedModel:
         self.notes: list[str] = []
         args, kwargs, layout, points = _described(config)
         sample, self._spec = flatten(args, kwargs)
-        device = next((v.device for v in sample if isinstance(v, torch.Tensor)), None)
-        if device is None:
+        tensors = [leaf for leaf in sample if isinstance(leaf, torch.Tensor)]
+        if not tensors:
             raise OptionError(
                 "The model is called without tensors.", remedy="Give args or kwargs that hold some."
             )
+        device = tensors[0].device
         self.call = _callable_on(device, config, points)
         lock = _lock_of(config.model)
         self.instances = [Instance(self.call, lock, threads if device.type == "cpu" else None)]
@@ -102,14 +101,13 @@ class PreparedModel:
         try:
             self._check()
             self._check_copies()
-            self.splits = self.joins and self._rows_are_apart()
+            self.splits = self._rows_are_apart()
         except RequestError as error:
             raise OptionError(
                 f"The model cannot be served: {error.what}",
                 remedy="Serve a function whose outputs have the shapes and datatypes of its "
                 "sample call, but for the named sizes.",
             ) from error
-        tensors = (leaf for leaf in sample if isinstance(leaf, torch.Tensor))
         given = zip(self.joiner.inputs, tensors, strict=True)
         self.sample = {} if config.inputs else {each.name: tensor for each, tensor in given}
         self.inputs = tuple(config.inputs) or self.joiner.inputs
@@ -265,6 +263,8 @@ class PreparedModel:
 
         Where calls have several rows, `_check` has seen that.
         """
+        if not self.joins:
+            return False
         if self._most_rows > 1:
             return True
         if self._reference is None:
@@ -440,48 +440,66 @@ def _in_words(names: Sequence[str], sizes: Sizes) -> str:
 
 def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
     """The sample call, its layout, and the sizes to compute, the batch first."""
-    args, kwargs = tuple(config.args), dict(config.kwargs)
     samples = _samples_of(config.model)
-    if config.buckets is None and config.dynamic_shapes is None and len(samples) > 0:
-        largest = max(samples, key=lambda call: _elements(call.args, call.kwargs))
-        calls = [_leaves_like(call, largest) for call in samples]
-        layout = layout_of_samples(
-            _names_of_leaves(config.model, largest.args, largest.kwargs),
-            calls,
-            _pads_of(config.model, len(calls[0])),
-        )
-        points = sorted({_own_sizes(leaves, layout) for leaves in calls})
-        return largest.args, largest.kwargs, layout, points
-    if not args and not kwargs:
-        if not samples:
-            raise OptionError(
-                "There is no sample call.", remedy="Pass args= or kwargs=, as the model takes them."
-            )
-        args, kwargs = samples[-1].args, samples[-1].kwargs
+    if config.buckets is None and config.dynamic_shapes is None and samples:
+        return _described_by(samples, config.model)
+    args, kwargs = _sample_call(config, samples)
     buckets, dynamic_shapes, pad = _options_of(config)
-    names = buckets.names if buckets is not None else _names_in(dynamic_shapes)
-    if BATCH not in names:
+    given = buckets.names if buckets is not None else _names_in(dynamic_shapes)
+    if BATCH not in given:
         raise OptionError(
-            f"The dimensions are {', '.join(names)}; requests are joined along one named 'batch'.",
+            f"The dimensions are {', '.join(given)}; requests are joined along one named 'batch'.",
             remedy="Name the dimension of the rows 'batch' in buckets and dynamic_shapes.",
         )
-    dimensions = _dimensions_of(config.model, names, dynamic_shapes, pad)
+    names = (BATCH, *(name for name in given if name != BATCH))
+    dimensions = _dimensions_of(config.model, given, dynamic_shapes, pad)
     form = DynamicSignature(dimensions, CallSignature.of(args, kwargs), args, kwargs)
-    order = [names.index(BATCH), *(i for i, name in enumerate(names) if name != BATCH)]
-    pads = [value or 0 for value in dimensions.pads(args, kwargs)]
+    own = dict(zip(given, form.own, strict=True))
+    pads = tuple(value or 0 for value in dimensions.pads(args, kwargs))
     bounds = dict(dimensions.bounds)
+    points = _points_of(buckets, names, own, bounds)
     if buckets is None:
-        points = _powers([form.own[i] for i in order], [bounds[names[i]].low for i in order])
-        for name, n in zip(names, form.own, strict=True):
-            if name != BATCH and bounds[name] == Bounds():
+        for name, n in own.items():
+            if bounds[name] == Bounds():
                 bounds[name] = Bounds(1, n)
-    else:
-        points = [tuple(point[i] for i in order) for point in buckets.points]
     bounds[BATCH] = Bounds(1, max(point[0] for point in points))
-    layout = Layout(
-        tuple(names[i] for i in order), tuple(form.names), tuple(form.axes), tuple(pads), bounds
-    )
+    layout = Layout(names, tuple(form.names), tuple(form.axes), pads, bounds)
     return args, kwargs, layout, points
+
+
+def _described_by(samples: Sequence[Call], model: Any) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
+    """As `_described`, by the calls that a model was made for."""
+    largest = max(samples, key=lambda call: _elements(call.args, call.kwargs))
+    calls = [_leaves_like(call, largest) for call in samples]
+    names = _names_of_leaves(model, largest.args, largest.kwargs)
+    layout = layout_of_samples(names, calls, _pads_of(model, len(calls[0])))
+    points = sorted({_own_sizes(leaves, layout) for leaves in calls})
+    return largest.args, largest.kwargs, layout, points
+
+
+def _sample_call(config: ModelConfig, samples: Sequence[Call]) -> tuple[Args, Kwargs]:
+    """The call that the configuration gives, or else one that the model was made for."""
+    args, kwargs = tuple(config.args), dict(config.kwargs)
+    if args or kwargs:
+        return args, kwargs
+    if not samples:
+        raise OptionError(
+            "There is no sample call.", remedy="Pass args= or kwargs=, as the model takes them."
+        )
+    return samples[-1].args, samples[-1].kwargs
+
+
+def _points_of(
+    buckets: Buckets | None,
+    names: Sequence[str],
+    own: Mapping[str, int],
+    bounds: Mapping[str, Bounds],
+) -> list[Sizes]:
+    """The sizes to compute, in the order of the names: the buckets', or powers of two."""
+    if buckets is None:
+        return _powers([own[name] for name in names], [bounds[name].low for name in names])
+    places = [buckets.names.index(name) for name in names]
+    return [tuple(point[place] for place in places) for point in buckets.points]
 
 
 def _options_of(config: ModelConfig) -> tuple[Buckets | None, Any, Any]:
@@ -540,35 +558,26 @@ def _callable_on(
 def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
     """Whether something is fast at some sizes only."""
     if isinstance(call, TunedModule):
-        origin = choice_of(call).origin
-        return call.report.chosen != EAGER and (origin is None or not origin.ranges)
+        return not choice_of(call).answers_all_sizes
     return graphs_of(call) is not None
 
 
 def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
     """What computes any size eagerly; None where a file was loaded without its model."""
     if isinstance(model, TunedModule):
-        inner = choice_of(model).module
-        return None if isinstance(inner, Absent) else _as_called(inner)
+        return choice_of(model).reference()
     graphs = graphs_of(model)
     return model if graphs is None else graphs.reference()
 
 
-def _as_called(module: nn.Module) -> Callable[..., Any]:
-    return module.function_of() if isinstance(module, Called) else module
-
-
-def _samples_of(model: Callable[..., Any]) -> list[Any]:
+def _samples_of(model: Callable[..., Any]) -> list[Call]:
     """The calls that a model was tuned for; none where eager was chosen, which takes any."""
-    if not isinstance(model, TunedModule):
-        return []
-    origin = choice_of(model).origin
-    return [] if origin is None else [sample.call for sample in origin.samples]
+    return choice_of(model).samples if isinstance(model, TunedModule) else []
 
 
 def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bool]:
-    padded = choice_of(model).padded if isinstance(model, TunedModule) else None
-    return [0] * count if padded is None else padded.fills() or [0] * count
+    fills = choice_of(model).fills if isinstance(model, TunedModule) else ()
+    return fills or [0] * count
 
 
 def _names_of_leaves(model: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[str]:
@@ -581,9 +590,9 @@ def _dimensions_of(
 ) -> Dimensions:
     """The dimensions of a model's arguments, which are named as its parameters are."""
     found = Dimensions(_reference_of(model) or model, names, dynamic_shapes, pad)
-    module = choice_of(model).module if isinstance(model, TunedModule) else None
-    if isinstance(module, Absent):
-        found.name_arguments(module.argument_names)
+    own = choice_of(model).argument_names if isinstance(model, TunedModule) else None
+    if own is not None:
+        found.name_arguments(own)
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -106,6 +107,87 @@ class _Counts:
         self.durations[stage] = Duration(known.count + 1, known.ns + int(seconds * 1e9))
 
 
+class _Answering:
+    """How many requests are being answered: each inside a block with it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._none = asyncio.Event()
+        self._none.set()
+
+    def __enter__(self) -> None:
+        self._count += 1
+        self._none.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count:
+            self._none.set()
+
+    async def ended(self) -> None:
+        """Wait until there is none."""
+        await self._none.wait()
+
+
+class _Threads:
+    """Threads, whose calls are noted as long as they run.
+
+    Args:
+        most: how many, at most.
+        name: of the threads.
+        calls: where to note calls.
+    """
+
+    def __init__(self, most: int | None, name: str, calls: set[Future[Any]]) -> None:
+        self._threads, self._calls = ThreadPoolExecutor(most, name), calls
+
+    def call(self, function: Callable[..., _Result], *args: Any) -> asyncio.Future[_Result]:
+        """Call a function in a thread."""
+        call = self._threads.submit(function, *args)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return asyncio.wrap_future(call)
+
+    def shutdown(self, *, wait: bool) -> None:
+        """End the threads once their calls have ended; waits for that if told to."""
+        self._threads.shutdown(wait)
+
+
+class _CallCounts:
+    """How a model's calls went.
+
+    Args:
+        model: what is called.
+    """
+
+    def __init__(self, model: Callable[..., Any]) -> None:
+        self._model = model
+        self._new: Counter[str] = Counter()
+        self._so_far: Counter[str] | None = None  # unless it has to be asked
+        self._shared = False
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the calls inside the block, which nobody else may make meanwhile."""
+        before = self._so_far if self._so_far is not None else _calls_of(self._model)
+        try:
+            yield
+        finally:
+            now = _calls_of(self._model)
+            self._new += now - before
+            self._so_far = None if self._shared else now
+
+    def share(self, shared: bool) -> None:
+        """Say whether others call the model between the blocks, which is not to be counted."""
+        self._shared = shared
+        self._so_far = None
+
+    def new(self) -> Mapping[str, int]:
+        """How the calls since the last time went: by graph, tuned, or eagerly and why."""
+        new, self._new = self._new, Counter()
+        return new
+
+
 class ModelRunner:
     """Answers requests of one model, joined into batches.
 
@@ -129,14 +211,12 @@ class ModelRunner:
         calls: set[Future[Any]],
     ) -> None:
         self.name, self.version, self.model = name, version, model
-        self._max_queue, self._calls = max_queue, calls
+        self._max_queue = max_queue
         self._metrics: ModelMetrics = metrics.of_model(name, version)
         self._counts = _Counts()
         self._queue: list[_Pending] = []
         self._work: asyncio.Event = asyncio.Event()
-        self._idle: asyncio.Event = asyncio.Event()
-        self._idle.set()
-        self._answering = 0
+        self._answering = _Answering()
         self._preparing = 0  # requests that are in the user's preprocess
         self._passed = 0  # batches in a row without the oldest request
         self._closing = False
@@ -144,14 +224,12 @@ class ModelRunner:
         # One for each request, by which it ends when it is given up.
         self._limits: set[asyncio.Timeout] = set()
         # Threads of its own, one for each instance: graphs are replayed one after the other.
-        self._threads = ThreadPoolExecutor(len(model.instances), f"graphwright-serve-{name}")
-        self._aside_threads = ThreadPoolExecutor(None, f"graphwright-aside-{name}")
+        self._threads = _Threads(len(model.instances), f"graphwright-serve-{name}", calls)
+        self._aside_threads = _Threads(None, f"graphwright-aside-{name}", calls)
         self._free = list(model.instances)
         self._computing: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {name}")
-        self._uncounted: Counter[str] = Counter()
-        self._counted: Counter[str] | None = None  # all calls so far, unless it has to be asked
-        self._shared = False
+        self._calls = _CallCounts(model.call)
 
     @property
     def metadata(self) -> ModelMetadata:
@@ -176,22 +254,17 @@ class ModelRunner:
             RequestError: it is malformed, comes while too many wait, is too late, or fails.
         """
         begin = request.received or time.monotonic()
-        self._answering += 1
-        self._idle.clear()
         spent: dict[str, float] = {}
-        try:
-            response = await self._answer_unless_given_up(request, spent)
-        except BaseException as error:
-            took = time.monotonic() - begin
-            self._counts.add("fail", took)
-            other = Kind.FAILED if isinstance(error, Exception) else Kind.CANCELLED
-            kind = error.kind if isinstance(error, RequestError) else other
-            self._metrics.failed(kind.value, took)
-            raise
-        finally:
-            self._answering -= 1
-            if not self._answering:
-                self._idle.set()
+        with self._answering:
+            try:
+                response = await self._answer_unless_given_up(request, spent)
+            except BaseException as error:
+                took = time.monotonic() - begin
+                self._counts.add("fail", took)
+                other = Kind.FAILED if isinstance(error, Exception) else Kind.CANCELLED
+                kind = error.kind if isinstance(error, RequestError) else other
+                self._metrics.failed(kind.value, took)
+                raise
         took = time.monotonic() - begin
         self._counts.add("success", took)
         for stage, seconds in spent.items():
@@ -301,18 +374,9 @@ class ModelRunner:
 
         begin = time.monotonic()
         try:
-            return await self._called(self._aside_threads, contextvars.copy_context().run, run)
+            return await self._aside_threads.call(contextvars.copy_context().run, run)
         finally:
             self._metrics.stage(stage, time.monotonic() - begin)
-
-    def _called(
-        self, threads: ThreadPoolExecutor, function: Callable[..., _Result], *args: Any
-    ) -> asyncio.Future[_Result]:
-        """Call a function in a thread, and note that as long as it runs."""
-        call = threads.submit(function, *args)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        return asyncio.wrap_future(call)
 
     def _refuse_overload(self) -> None:
         """Refuse a request that would wait, be it for preprocess, beside as many as may."""
@@ -410,7 +474,7 @@ class ModelRunner:
     async def _answered(self, batch: Sequence[_Pending], sizes: Sizes, instance: Instance) -> None:
         now = time.monotonic()
         parts = [pending.part for pending in batch]
-        computed = await self._called(self._threads, self._compute, parts, sizes, instance)
+        computed = await self._threads.call(self._compute, parts, sizes, instance)
         for pending in batch:
             pending.seconds = {"queue": now - pending.since, **computed.seconds}
         _settle(batch, computed.answers)
@@ -451,15 +515,10 @@ class ModelRunner:
     ) -> _Computed:
         times = [time.perf_counter()]
         with instance.lock:  # Under it, nobody else calls the model.
-            before = self._counted if self._counted is not None else _calls_of(self.model.call)
-            try:
+            with self._calls.counted():
                 answers = self.model.compute(
                     parts, sizes, lambda: times.append(time.perf_counter()), instance
                 )
-            finally:
-                now = _calls_of(self.model.call)
-                self._uncounted += now - before
-                self._counted = None if self._shared else now
         took = (end - begin for begin, end in itertools.pairwise(times))
         return _Computed(answers, dict(zip(_STAGES, took, strict=True)), sizes)
 
@@ -475,20 +534,14 @@ class ModelRunner:
         # By the sizes that were measured: others are as many as clients like.
         bucket = self.model.timings.measured(computed.sizes)
         self._metrics.batch(rows, bucket, math.prod(computed.sizes), true)
-        self._metrics.calls(self._new_calls())
+        self._metrics.calls(self._calls.new())
 
     def share(self, shared: bool) -> None:
         """Say whether others may call the same model: a load, or what it takes the place of.
 
         Their calls are left out of the count, for which calls are counted before each batch, too.
         """
-        self._shared = shared
-        self._counted = None
-
-    def _new_calls(self) -> Mapping[str, int]:
-        """How the calls since the last time went: by graph, tuned, or eagerly and why."""
-        new, self._uncounted = self._uncounted, Counter()
-        return new
+        self._calls.share(shared)
 
     def statistics(self) -> ModelStatistics:
         """What the model has done so far."""
@@ -516,7 +569,7 @@ class ModelRunner:
         """Wait until all requests are answered, and no call runs; whether that was in time."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
+                await self._answering.ended()
                 if self._computing:  # For clients that have gone.
                     await asyncio.wait(self._computing)
         except TimeoutError:
@@ -543,12 +596,12 @@ class ModelRunner:
         _settle(self._queue, [_unloaded(self.name) for _ in self._queue])
         self._queue.clear()
         await asyncio.wait([self._task, *self._computing])
-        await self._idle.wait()
+        await self._answering.ended()
         self._aside_threads.shutdown(wait=False)
         if self._given_up:
             self._threads.shutdown(wait=False)
         else:
-            await asyncio.to_thread(self._threads.shutdown)
+            await asyncio.to_thread(self._threads.shutdown, wait=True)
 
 
 def _settle(batch: Sequence[_Pending], answers: Sequence[Tensors | Exception]) -> None:

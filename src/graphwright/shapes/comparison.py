@@ -11,7 +11,7 @@ from ..calls.snapshots import Outcome, layout, same_value
 from ..errors import first_line
 from ..evaluation.accuracy import ROUNDING, as_float64, error_of, special_values
 from .outputs import cuts_of
-from .padding import Sizes, cut_to
+from .padding import Cut, Geometry, Sizes, cut_to
 from .verdicts import Verdicts
 
 # Tolerances. The first is relative to each element, or to the small elements of an output. In
@@ -45,52 +45,106 @@ def effect_of_padding(
         shared: outputs that share memory with others, which slicing must keep.
         exactly: whether both ran in float64.
     """
-    options = cuts_of(verdicts.shapes, sizes, verdicts.bucket)
-    rules = verdicts.shapes.of(sizes)
-    full = verdicts.shapes.of(verdicts.bucket)
+    outputs = _Outputs(verdicts, sizes, shared, exactly=exactly)
     wanted, given = list(expected.outputs.items()), list(outcome.outputs.values())
-    owners = {choice[0].owner for choice in options}
-    done: dict[int, torch.Tensor] = {}
-    # Views come after the outputs that they are views of.
-    for index in sorted(range(len(options)), key=lambda place: options[place][0].owner is not None):
+    for index in outputs.owners_first():
         (name, want), have = wanted[index], given[index]
-        if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
-            number = options[index][0].number
-            have = have if number is None else number
-            if not same_value(want, have):
-                return f"{name} is {have!r}, without padding {want!r}"
+        if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
+            why = None if index in arguments else outputs.difference(index, have, want)
+            if why is not None:
+                return f"{name} {why}"
             continue
-        if index in arguments:
-            continue
-        rule, padded = rules[index], full[index]
-        if isinstance(rule, tuple) and tuple(want.shape) != rule[0]:
-            return f"{name} has shape {tuple(want.shape)}, where {rule[0]} follows the rule"
-        if isinstance(padded, tuple) and tuple(have.shape) != padded[0]:
-            return f"{name} has shape {tuple(have.shape)}, where {padded[0]} follows the rule"
-        several = len(options[index]) > 1
-        left = verdicts.cuts.get(index, list(range(len(options[index])))) if several else [0]
+        number = outputs.cuts[index][0].number
+        have = have if number is None else number
+        if not same_value(want, have):
+            return f"{name} is {have!r}, without padding {want!r}"
+    return _side_effects(expected, outcome, exactly=exactly)
+
+
+class _Outputs:
+    """The outputs of padded calls of some sizes, to be sliced and compared with eager's.
+
+    Args:
+        verdicts: as for `effect_of_padding`.
+        sizes: likewise.
+        shared: likewise.
+        exactly: likewise.
+
+    Attributes:
+        cuts: the ways to slice each.
+    """
+
+    def __init__(
+        self, verdicts: Verdicts, sizes: Sizes, shared: Collection[int], *, exactly: bool
+    ) -> None:
+        self.cuts = cuts_of(verdicts.shapes, sizes, verdicts.bucket)
+        self._known = verdicts.cuts
+        self._rules = verdicts.shapes.of(sizes)
+        self._padded = verdicts.shapes.of(verdicts.bucket)
+        # Views of an output are cut from it as it is.
+        self._kept_whole = {cuts[0].owner for cuts in self.cuts}
+        self._shared = shared
+        self._exactly = exactly
+        self._sliced: dict[int, torch.Tensor] = {}
+
+    def owners_first(self) -> list[int]:
+        """The outputs' places: views come after the outputs that they are views of."""
+        return sorted(
+            range(len(self.cuts)), key=lambda index: self.cuts[index][0].owner is not None
+        )
+
+    def difference(self, index: int, have: torch.Tensor, want: torch.Tensor) -> str | None:
+        """How an output differs from eager's, in words, or None; notes which ways to slice it do.
+
+        Args:
+            index: its place.
+            have: the output of the padded call.
+            want: eager's.
+        """
+        padded, cuts = self._padded[index], self.cuts[index]
+        broken = _broken_rule(want, self._rules[index]) or _broken_rule(have, padded)
+        if broken is not None:
+            return broken
+        sharing = index in self._shared and index not in self._kept_whole
+        strides = padded[1] if sharing and isinstance(padded, tuple) else None
+        several = len(cuts) > 1
+        left = self._known.get(index, list(range(len(cuts)))) if several else [0]
         found: dict[int, str | None] = {}
         for choice in left:
-            cut = options[index][choice]
-            keeps_sharing = cut.whole or cut.owner is not None or index in owners
-            if index in shared and not keeps_sharing and isinstance(padded, tuple):
-                keeps_sharing = cut.is_prefix(padded[1])
-                if not keeps_sharing:
-                    found[choice] = "shares memory with another output in a way that no cut keeps"
-                    continue
-            try:
-                mine = cut(have) if cut.owner is None else cut.view_of(done[cut.owner])
-            except (RuntimeError, IndexError) as error:
-                found[choice] = f"cannot be cut: {first_line(error, 120)}"
+            mine = self._slice(have, cuts[choice], strides)
+            if isinstance(mine, str):
+                found[choice] = mine
                 continue
-            found[choice] = _tensor_difference(mine, want, exactly=exactly)
+            found[choice] = _tensor_difference(mine, want, exactly=self._exactly)
             if found[choice] is None:
-                done.setdefault(index, mine)
+                self._sliced.setdefault(index, mine)
         if several:
-            verdicts.cuts[index] = [choice for choice in left if found[choice] is None]
-        if index not in done:
-            return f"{name} {found[left[-1]]}"
-    return _side_effects(expected, outcome, exactly=exactly)
+            self._known[index] = [choice for choice in left if found[choice] is None]
+        return None if index in self._sliced else found[left[-1]]
+
+    def _slice(
+        self, output: torch.Tensor, cut: Cut, strides: Sequence[int] | None
+    ) -> torch.Tensor | str:
+        """An output without its padding, or why it cannot be had.
+
+        Args:
+            output: of the padded call.
+            cut: how to slice it.
+            strides: of the output, if others share its memory in a way that slicing has to keep.
+        """
+        if cut.owner is None and not cut.whole and not (strides is None or cut.is_prefix(strides)):
+            return "shares memory with another output in a way that no cut keeps"
+        try:
+            return cut(output) if cut.owner is None else cut.view_of(self._sliced[cut.owner])
+        except (RuntimeError, IndexError) as error:
+            return f"cannot be cut: {first_line(error, 120)}"
+
+
+def _broken_rule(output: torch.Tensor, rule: Geometry | int | None) -> str | None:
+    """How the shape of an output is none that follows from the sizes, in words, or None."""
+    if isinstance(rule, tuple) and tuple(output.shape) != rule[0]:
+        return f"has shape {tuple(output.shape)}, where {rule[0]} follows the rule"
+    return None
 
 
 def _side_effects(expected: Outcome, outcome: Outcome, *, exactly: bool) -> str | None:
@@ -114,25 +168,27 @@ def joint(values: Sequence[Any], want: Any, *, exactly: bool) -> int | str | Non
     """The axis along which parts join to the whole; None if each part is the whole; or why not."""
     if not isinstance(want, torch.Tensor):
         return None if all(same_value(v, want) for v in values) else "another value"
-    parts = [value for value in values if isinstance(value, torch.Tensor)]
-    if len(parts) < len(values) or any(part.dim() != want.dim() for part in parts):
+    if any(not isinstance(v, torch.Tensor) or v.dim() != want.dim() for v in values):
         return "another shape"
-    if all(part.shape == want.shape for part in parts):
-        whys = [_tensor_difference(part, want, exactly=exactly) for part in parts]
-        return next((why for why in whys if why is not None), None)
+    if all(part.shape == want.shape for part in values):
+        whys = (_tensor_difference(part, want, exactly=exactly) for part in values)
+        return next(filter(None, whys), None)
     reason = "another shape"
     for axis in range(want.dim()):
-        rest = [[n for i, n in enumerate(part.shape) if i != axis] for part in (want, *parts)]
-        total = sum(part.shape[axis] for part in parts)
-        if all(shape == rest[0] for shape in rest) and total == want.shape[axis]:
-            joined = torch.cat(parts, axis)
-            why = _tensor_difference(joined, want, exactly=exactly)
-            if why is None and layout(joined) != layout(want):
-                why = "another order in memory"
-            if why is None:
-                return axis
-            reason = why
+        if not _adds_up(values, want, axis):
+            continue
+        joined = torch.cat(tuple(values), axis)
+        why = _tensor_difference(joined, want, exactly=exactly)
+        if why is None and layout(joined) == layout(want):
+            return axis
+        reason = why or "another order in memory"
     return reason
+
+
+def _adds_up(parts: Sequence[torch.Tensor], whole: torch.Tensor, axis: int) -> bool:
+    """Whether parts have the shape of the whole where they are joined along an axis."""
+    rest = {(*t.shape[:axis], *t.shape[axis + 1 :]) for t in (whole, *parts)}
+    return len(rest) == 1 and sum(part.shape[axis] for part in parts) == whole.shape[axis]
 
 
 def changed(before: Any, after: Any) -> bool:

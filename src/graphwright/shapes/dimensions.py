@@ -84,7 +84,7 @@ class Dimensions:
         self.names = tuple(names)
         self.shapes = dynamic_shapes
         self.pad = pad
-        self._parameters = parameters_of(fn)
+        self._named = parameters_of(fn)
         # Names that a caller was warned of, with the option.
         self._warned: set[tuple[str, Any]] = set()
         self.bounds = dict.fromkeys(self.names, Bounds())
@@ -126,28 +126,15 @@ class Dimensions:
 
     def _refuse_unknown(self, tree: Any, option: str) -> None:
         """Refuse a tree that cannot mirror the arguments, as far as the parameters show it."""
-        names, extra = self._parameters
+        names, extra = self._named
         if isinstance(tree, Mapping) and not extra and names:
             unknown = [name for name in tree if name not in names]
             if unknown:
                 raise _unknown(option, unknown, names)
         if option == "pad":
-            wrong = [each for each in pytree.tree_leaves(tree) if not _is_pad(each)]
-            if wrong:
-                raise OptionError(
-                    f"pad has {in_brief(wrong[0])}, not a number.",
-                    remedy="Write {'mask': 0}, a number for each tensor.",
-                )
+            _refuse_other_values(tree)
         else:
-            for name, spec in tree.items() if isinstance(tree, Mapping) else enumerate(tree or ()):
-                if isinstance(spec, str | Size | Dim):
-                    raise OptionError(
-                        f"{option}[{name!r}] is a dimension, and nothing says which one of the "
-                        "tensor's it is.",
-                        remedy=f"Write the axis too: {{0: {in_brief(spec)}}}."
-                        if isinstance(spec, str)
-                        else "Write the axis too: {0: Dim('batch')}.",
-                    )
+            _refuse_bare_dimensions(tree, option)
 
     def _refuse_misspelt(self, args: Args, kwargs: Kwargs) -> None:
         """Refuse names that a function with `**kwargs` could take, and that this call shows wrong.
@@ -155,7 +142,7 @@ class Dimensions:
         A name that is no argument of the call may be one of another call; one that is much like an
         argument of this call, which nothing else names, is misspelt.
         """
-        names, _ = self._parameters
+        names, _ = self._named
         given = [*names[: len(args)], *kwargs]
         for tree, option in ((self.shapes, "dynamic_shapes"), (self.pad, "pad")):
             if not isinstance(tree, Mapping):
@@ -175,7 +162,7 @@ class Dimensions:
 
     def name_arguments(self, names: Sequence[str]) -> None:
         """Call the positional arguments by these names."""
-        self._parameters = list(names), True
+        self._named = list(names), True
 
     def arguments(self, args: Args, kwargs: Kwargs) -> list[str]:
         """Names of a call's leaves: the argument, and the keys inside of it."""
@@ -229,7 +216,7 @@ class Dimensions:
 
     def _paths(self, args: Args, kwargs: Kwargs) -> tuple[list[tuple[str, Any]], list[Any]]:
         """The path to each leaf, as its argument's index and name, then keys; and the leaves."""
-        names, _ = self._parameters
+        names, _ = self._named
         tree = (tuple(args), dict(kwargs))
         taken = apart(tree) if holds_objects(args, kwargs) else tree
         with_paths, _ = pytree.tree_flatten_with_path(taken)
@@ -301,6 +288,29 @@ def _refuse_other_trees(tree: Any, option: str) -> None:
             f"{option} is {in_brief(tree)}, not a dictionary by argument.",
             remedy=f"Write {example}, or a tuple that mirrors the positional arguments.",
         )
+
+
+def _refuse_other_values(pad: Any) -> None:
+    """Refuse pad values that are no numbers."""
+    wrong = [each for each in pytree.tree_leaves(pad) if not _is_pad(each)]
+    if wrong:
+        raise OptionError(
+            f"pad has {in_brief(wrong[0])}, not a number.",
+            remedy="Write {'mask': 0}, a number for each tensor.",
+        )
+
+
+def _refuse_bare_dimensions(tree: Any, option: str) -> None:
+    """Refuse dimensions in the place of tensors."""
+    for name, spec in tree.items() if isinstance(tree, Mapping) else enumerate(tree or ()):
+        if isinstance(spec, str | Size | Dim):
+            raise OptionError(
+                f"{option}[{name!r}] is a dimension, and nothing says which one of the "
+                "tensor's it is.",
+                remedy=f"Write the axis too: {{0: {in_brief(spec)}}}."
+                if isinstance(spec, str)
+                else "Write the axis too: {0: Dim('batch')}.",
+            )
 
 
 def _unknown(option: str, unknown: Sequence[Any], known: Sequence[str]) -> OptionError:

@@ -81,9 +81,7 @@ class DynamicSignature:
         for have, want, axes in zip(signature.leaves, mine.leaves, self.axes, strict=True):
             if not axes and have != want:
                 return None
-            if axes and (len(have) != 5 or (have[1], have[3]) != (want[1], want[3])):
-                return None
-            if axes and not _alike(have[0], want[0], axes):
+            if axes and not _alike(have, want, axes):
                 return None
         if twins_of(leaves) != self.twins or not self.in_order(leaves):
             return None
@@ -107,8 +105,7 @@ class DynamicSignature:
         leaves = []
         for (name, mine), axes in zip(self._signature.by_name().items(), self.axes, strict=True):
             have = theirs.get(name, ())
-            same = len(have) == 5 and have[1] == mine[1] and have[3] == mine[3]
-            leaves.append(have if axes and same and _alike(have[0], mine[0], axes) else mine)
+            leaves.append(have if axes and _alike(have, mine, axes) else mine)
         at_its_sizes = replace(self._signature, leaves=tuple(leaves))
         return "; ".join(at_its_sizes.other_arguments(other, made)) or None
 
@@ -156,9 +153,12 @@ class DynamicSignature:
         ]
 
 
-def _alike(have: Sequence[int], want: Sequence[int], axes: Axes) -> bool:
-    return len(have) == len(want) and all(
-        n == m for axis, (n, m) in enumerate(zip(have, want, strict=True)) if axis not in axes
+def _alike(have: Sequence[Any], want: Sequence[Any], axes: Axes) -> bool:
+    """Whether what is known of an argument is that of a tensor which differs in `axes` alone."""
+    if len(have) != 5 or (have[1], have[3]) != (want[1], want[3]):
+        return False
+    return len(have[0]) == len(want[0]) and all(
+        n == m for axis, (n, m) in enumerate(zip(have[0], want[0], strict=True)) if axis not in axes
     )
 
 

@@ -6,7 +6,7 @@ numbers that they use only in training (layer drop); their calls can be padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,47 +63,89 @@ def observe(
         signature: of the sample.
         as_given: the sample with its gaps in memory, if it had any.
     """
-    leaves = clone_leaves(sampler.sample)
-    journal = Journal()
-    try:
-        with journal:
-            result = sampler.result(leaves)
-        journal.drop_unused_generators()
-        writes = any(isinstance(v, torch.Tensor) and journal.wrote_to(v) for v in leaves)
-        random = bool(journal.generators)
-    finally:
-        journal.undo()
-    sharing = Sharing.of(result, leaves, signature.axes)
-    reason = None
-    if sharing.views:
-        output, argument = sharing.views[0]
-        name = leaf_names(result, "output")[output]
-        reason = f"{name} is a view of the argument {signature.names[argument]}"
-    mine = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    buffers = {b.untyped_storage()._cdata for b in sampler.module.buffers()}
-    written = {s._cdata: s.nbytes() for s in journal.written if s._cdata not in mine}
-    if any(n > _COUNTER_BYTES for storage, n in written.items() if storage not in buffers):
-        reason = "it writes to memory that is neither an argument's nor a buffer's"
+    seen = _Run.of(sampler, signature)
+    return Observation(
+        len(seen.sharing.pattern),
+        seen.sharing.shared,
+        frozenset(seen.buffers & set(seen.written)),
+        _reason(seen, sampler, signature, as_given),
+        bool(seen.journal.draws.made) and is_foreign(torch.default_generator, sampler.device),
+        holds_objects((seen.result,), {}),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run of the sample.
+
+    Attributes:
+        result: what the function returned.
+        sharing: which memory that shares.
+        journal: of the operations.
+        writes: whether it wrote to an argument.
+        random: whether it drew random numbers.
+        written: bytes of other storages that it wrote to, by identity.
+        buffers: storages of buffers, by identity.
+    """
+
+    result: Any
+    sharing: Sharing
+    journal: Journal
+    writes: bool
+    random: bool
+    written: Mapping[int, int]
+    buffers: Set[int]
+
+    @classmethod
+    def of(cls, sampler: CallSampler, signature: DynamicSignature) -> _Run:
+        """Run the sample, and undo what it writes."""
+        leaves = clone_leaves(sampler.sample)
+        given = tensors(leaves)
+        journal = Journal()
+        try:
+            with journal:
+                result = sampler.result(leaves)
+            journal.drop_unused_generators()
+            writes = any(map(journal.wrote_to, given))
+            random = bool(journal.generators)
+        finally:
+            journal.undo()
+        mine = {tensor.untyped_storage()._cdata for tensor in given}
+        return cls(
+            result,
+            Sharing.of(result, leaves, signature.axes),
+            journal,
+            writes,
+            random,
+            {s._cdata: s.nbytes() for s in journal.written if s._cdata not in mine},
+            {buffer.untyped_storage()._cdata for buffer in sampler.module.buffers()},
+        )
+
+
+def _reason(
+    seen: _Run, sampler: CallSampler, signature: DynamicSignature, as_given: Sequence[Any] | None
+) -> str | None:
+    """Why no call of the family may be padded, or None."""
     read = reads_of_arguments(sampler.result, sampler.sample, sampler.device)
     if read is not None:
-        reason = (
+        return (
             f"it goes by what {read.func} reads of the arguments, at {read.place}, and calls of "
             "other sizes may go another way"
         )
-    elif random and (journal.wrote or depends_on_chance(lambda: _run_sample(sampler))):
-        reason = OTHER_DRAWS
-    elif writes and signature.overlap:
-        reason = "it writes to an argument that shares memory with another one"
-    elif as_given is not None and _differs_with_gaps(sampler, signature, as_given):
-        reason = "it depends on gaps between the rows of an argument"
-    return Observation(
-        len(sharing.pattern),
-        sharing.shared,
-        frozenset(buffers & set(written)),
-        reason,
-        bool(journal.draws.made) and is_foreign(torch.default_generator, sampler.device),
-        holds_objects((result,), {}),
-    )
+    if seen.random and (seen.journal.wrote or depends_on_chance(lambda: _run_sample(sampler))):
+        return OTHER_DRAWS
+    if seen.writes and signature.overlap:
+        return "it writes to an argument that shares memory with another one"
+    if as_given is not None and _differs_with_gaps(sampler, signature, as_given):
+        return "it depends on gaps between the rows of an argument"
+    others = (n for storage, n in seen.written.items() if storage not in seen.buffers)
+    if any(nbytes > _COUNTER_BYTES for nbytes in others):
+        return "it writes to memory that is neither an argument's nor a buffer's"
+    if seen.sharing.views:
+        output, argument = seen.sharing.views[0]
+        name = leaf_names(seen.result, "output")[output]
+        return f"{name} is a view of the argument {signature.names[argument]}"
+    return None
 
 
 def _run_sample(sampler: CallSampler) -> Any:

@@ -18,7 +18,7 @@ from ..errors import CaptureError, SignatureError
 from ..evaluation.accuracy import difference
 from ..graphs.host_draws import Draw
 from ..graphs.journal import Journal
-from ..graphs.memory import MemoryPool
+from ..graphs.memory import MemoryPool, lock_of
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
 from ..graphs.turns import Busy, turns_of
@@ -350,7 +350,7 @@ class ShapeFamily:
     def _exclusively(self) -> Iterator[None]:
         """Let neither graphs of the pool nor eager calls of the function run inside the block."""
         # Before the lock: an eager call that this waits for may need the lock.
-        with self._turns.alone(), self._pool._lock:
+        with self._turns.alone(), lock_of(self._pool):
             yield
 
     @contextmanager
@@ -358,7 +358,7 @@ class ShapeFamily:
         """Run the function inside the block as a capture would; what it changes is put back."""
         devices = sorted({v.device.index for v in self.sampler.sample if _on_gpu(v)})
         with (
-            self._pool._lock,
+            lock_of(self._pool),
             transaction(self._pool, self.sampler.module, _nothing) as python_state,
             torch.random.fork_rng(devices),
             compilers_off(),

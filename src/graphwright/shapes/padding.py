@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
+from ..graphs.static_tensors import Launch, Rebuild
+
 Sizes = tuple[int, ...]
 Geometry = tuple[Sizes, Sizes]  # shape and strides
 Value = float | int | bool
@@ -180,6 +182,21 @@ class PaddingPlan:
                 leaf = made[id(leaf)]
             found.append(leaf)
         return found
+
+    def around(self, launch: Launch, rebuild: Rebuild) -> Launch:
+        """A launch for the arguments of a call, of one for those of the bucket.
+
+        Args:
+            launch: gives the leaves of what the bucket returns.
+            rebuild: makes a result of the leaves of one.
+        """
+        pad, cut = self.pad, self.cut
+
+        def padded(leaves: Sequence[Any]) -> Any:
+            values = pad(leaves)
+            return rebuild(cut(launch(values), leaves, values))
+
+        return padded
 
     def cut(
         self, outputs: Sequence[Any], leaves: Sequence[Any], padded: Sequence[Any]

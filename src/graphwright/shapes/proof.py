@@ -31,7 +31,7 @@ from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
 from .padding import PaddingPlan, Sizes
 from .positions import HOLDS_POSITIONS, Positions
-from .sampler import CallSampler, Change
+from .sampler import CallSampler, ValueChange
 from .verdicts import Impossible, Names, Verdicts
 
 # Sizes of one dimension that are checked one by one for branches.
@@ -75,7 +75,7 @@ class Prover:
         self._variants = itertools.cycle(self._every)
         self._changes = itertools.cycle(subject.changes())
         # Changes of values that eager could not handle, and whether all rows were alike.
-        self._useless: set[tuple[Change, bool]] = set()
+        self._useless: set[tuple[ValueChange, bool]] = set()
         # Dimensions whose padding, together, was found to matter in some trial.
         self._suspect: set[Names] = set()
         # Dimensions along which calls were split with the same results.
@@ -200,9 +200,9 @@ class Prover:
             return
         # A row unlike all others changes their results where rows are taken together.
         for row in range(_ROWS):
-            yield subject.with_odd_row(sizes, changes[0], Change.FAR, generator, name, row)
+            yield subject.with_odd_row(sizes, changes[0], ValueChange.FAR, generator, name, row)
             yield subject.with_odd_row(sizes, changes[1], changes[0], generator, name, row)
-        yield subject.with_odd_row(sizes, changes[0], Change.NAN, generator, name, 0)
+        yield subject.with_odd_row(sizes, changes[0], ValueChange.NAN, generator, name, 0)
 
     def _joints(
         self, leaves: list[Any], name: str, parts: Sequence[int], *, first: bool
@@ -217,15 +217,9 @@ class Prover:
                 raise
             return []
         pieces = [self._run(chunk)[0] for chunk in self.subject.chunks(leaves, name, parts)]
-        if whole.buffers or any(piece.buffers for piece in pieces):
-            return "it writes to its buffers"
-        memories = [memory for _, memory in seen.sharing.pattern if memory is not None]
-        if any(memory < len(leaves) for memory in memories):
-            return "it returns arguments or views of them"
-        if len(set(memories)) < len(memories):
-            return "it returns outputs that share memory"
-        if any(map(changed, leaves, whole.inputs.values())):
-            return "it writes to its arguments"
+        why = _effects(leaves, whole, pieces, seen.sharing)
+        if why is not None:
+            return why
         joints: list[int | None] = []
         for leaf, want in whole.outputs.items():
             values = [piece.outputs.get(leaf) for piece in pieces]
@@ -295,17 +289,11 @@ class Prover:
                 yield sizes
 
     def _try(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> str | None:
-        subject, bucket = self.subject, verdicts.bucket
-        change = ", ".join(
-            f"{name} padded from {n} to {m}"
-            for name, n, m in zip(subject.names, sizes, bucket, strict=True)
-            if n != m
-        )
-        padded = verdicts.padded(sizes)
+        change, padded = verdicts.in_words(sizes), verdicts.padded(sizes)
         true: _Unpadded | None = None
         still: _Unchanged | None = None
         for trial in self._trials(verdicts, sizes, thorough):
-            variant, alike = trial.variant, trial.row is not None
+            alike = trial.row is not None
             if trial.how is not None:
                 try:
                     true = self._run_unpadded(sizes, trial.how, trial.row, padded)
@@ -321,17 +309,13 @@ class Prover:
                     return f"the sample proves nothing: it gives nothing but NaN with {change}"
                 continue
             still = still or _Unchanged(verdicts, sizes, true.outcome)
-            # An output that is the same for all values so far may hide the effect of padding.
-            struck = still.strike(true.outcome)
-            if variant is None and not struck:
-                if not still.any():
-                    break
-                continue
-            only = None if struck or variant is None else (variant % len(self._every),)
-            for each in self._every if only is None else only:
-                why = self._differs(verdicts, sizes, true, each)
+            variants = trial.variants(self._every, struck=still.strike(true.outcome))
+            if not variants and not still.any():
+                break
+            for variant in variants:
+                why = self._differs(verdicts, sizes, true, variant)
                 if why is not None:
-                    return f"with {change}, {why}{self._why_it_moves(bucket, padded)}"
+                    return f"with {change}, {why}{self._why_it_moves(verdicts.bucket, padded)}"
         assert true is not None
         return self._strides(verdicts, sizes, true.leaves, true.seen)
 
@@ -357,7 +341,7 @@ class Prover:
             f"; {name}{HOLDS_POSITIONS}{', '.join(others)}" for name, others in found.items()
         )
 
-    def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_Trial]:
+    def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_PaddingTrial]:
         """What to try for some sizes."""
         subject = self.subject
         # Small calls with much padding show most and cost least, so more is tried for them, and for
@@ -366,29 +350,29 @@ class Prover:
         first = verdicts.case(sizes) not in verdicts.refused
         changes = subject.changes()
         if not thorough or not (few or first):
-            how: Change | None = next(self._changes)
+            how: ValueChange | None = next(self._changes)
             for variant in self._every if thorough else (next(self._variants),):
-                yield _Trial(variant, how)
+                yield _PaddingTrial(variant, how)
                 how = None
             return
         if len(changes) == 1:
-            yield _Trial(0, changes[0])
+            yield _PaddingTrial(0, changes[0])
             return
         for variant, how in zip(_VARIANT_ORDER, itertools.cycle(changes), strict=False):
-            yield _Trial(variant, how)
+            yield _PaddingTrial(variant, how)
         if not first:
             return
         # A row or its opposite has most properties that outputs may ask of any or all rows.
         for row in range(_ROWS):
-            yield _Trial(0, changes[0], row)
-            yield _Trial(0, changes[1], row)
-        searched = (Change.MIXED, Change.SHUFFLED)
+            yield _PaddingTrial(0, changes[0], row)
+            yield _PaddingTrial(0, changes[1], row)
+        searched = (ValueChange.MIXED, ValueChange.SHUFFLED)
         for row, how in enumerate((*changes[2:], *searched), _ROWS):
-            yield _Trial(row % PAD_VARIANTS, how, row)
+            yield _PaddingTrial(row % PAD_VARIANTS, how, row)
         for row in range(_MAX_SEARCHED):
             for how in searched:
-                yield _Trial(None, how, row)
-                yield _Trial(None, how)
+                yield _PaddingTrial(None, how, row)
+                yield _PaddingTrial(None, how)
 
     def _impossible(self, verdicts: Verdicts, sizes: Sizes, change: str, error: Exception) -> str:
         """The reason for refusing to pad a call that eager itself refuses."""
@@ -401,7 +385,9 @@ class Prover:
         same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
         return message if same else Impossible(message)
 
-    def _run_unpadded(self, sizes: Sizes, how: Change, row: int | None, padded: Names) -> _Unpadded:
+    def _run_unpadded(
+        self, sizes: Sizes, how: ValueChange, row: int | None, padded: Names
+    ) -> _Unpadded:
         """Run a call with changed values, without padding.
 
         Values for which eager raises, or gives NaN or Inf where the sample's values do not, prove
@@ -409,25 +395,27 @@ class Prover:
         """
         eager = functools.partial(self._eager, sizes, row=row, padded=padded)
         same = row is not None
-        if how not in (Change.NONE, Change.SCALED) and (how, same) not in self._useless:
+        if how not in (ValueChange.NONE, ValueChange.SCALED) and (how, same) not in self._useless:
             with contextlib.suppress(Exception):
                 changed = eager(how)
                 if finite_share(changed.outcome) == 1:
                     return changed
-                usual = eager(Change.SCALED)
+                usual = eager(ValueChange.SCALED)
                 if finite_share(changed.outcome) >= finite_share(usual.outcome):
                     return changed
             self._useless.add((how, same))
-        if how is not Change.NONE:
+        if how is not ValueChange.NONE:
             try:
-                return eager(Change.SCALED)
+                return eager(ValueChange.SCALED)
             except _Inexact:
                 raise
             except Exception:
-                self._useless.add((Change.SCALED, same))
-        return eager(Change.NONE)
+                self._useless.add((ValueChange.SCALED, same))
+        return eager(ValueChange.NONE)
 
-    def _eager(self, sizes: Sizes, how: Change, *, row: int | None, padded: Names) -> _Unpadded:
+    def _eager(
+        self, sizes: Sizes, how: ValueChange, *, row: int | None, padded: Names
+    ) -> _Unpadded:
         if row is None:
             leaves = self.subject.changed(sizes, how, self._generator)
         else:
@@ -472,7 +460,7 @@ class Prover:
         self._exactly = False
         try:
             with self._from_now():
-                true = self._eager(sizes, Change.NONE, row=None, padded=names)
+                true = self._eager(sizes, ValueChange.NONE, row=None, padded=names)
                 why = self._differs(verdicts, sizes, true, 0)
         except Exception as error:
             why = f"the call fails: {first_line(error, 160)}"
@@ -483,7 +471,7 @@ class Prover:
         return None if why is None else f"with {' and '.join(names)} padded, {why}"
 
     def _strides(
-        self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen
+        self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _NotedOutputs
     ) -> str | None:
         """How the strides of eager's outputs differ from the rule, in words, or None."""
         given = seen.sharing.arguments
@@ -508,12 +496,12 @@ class Prover:
             "rule"
         )
 
-    def _run(self, leaves: Sequence[Any]) -> tuple[Outcome, _Seen]:
+    def _run(self, leaves: Sequence[Any]) -> tuple[Outcome, _NotedOutputs]:
         """Run a call, in float64 if the function can run so."""
         self._calls += 1
         if not self._exactly:
             return self._run_as_it_is(leaves)
-        subject, seen = self.subject, _Seen(self.subject.axes)
+        subject, seen = self.subject, _NotedOutputs(self.subject.axes)
         assert self._state is not None
         call = subject.call("proof", leaves)
         try:
@@ -525,14 +513,14 @@ class Prover:
             raise _Inexact from error
         return outcome, seen
 
-    def _run_as_it_is(self, leaves: Sequence[Any]) -> tuple[Outcome, _Seen]:
-        seen = _Seen(self.subject.axes)
+    def _run_as_it_is(self, leaves: Sequence[Any]) -> tuple[Outcome, _NotedOutputs]:
+        seen = _NotedOutputs(self.subject.axes)
         assert self._state is not None
         call = self.subject.call("proof", leaves)
         return run(self.subject.fn, call, self._state, seen.look), seen
 
 
-class _Seen:
+class _NotedOutputs:
     """What is noted about the outputs of a call before they are copied.
 
     Attributes:
@@ -553,8 +541,31 @@ class _Seen:
         self.layouts = [layout(v) if isinstance(v, torch.Tensor) else None for v in leaves]
 
 
+def _effects(
+    leaves: Sequence[Any], whole: Outcome, pieces: Sequence[Outcome], sharing: Sharing
+) -> str | None:
+    """What a call does beside returning new outputs, which chunks cannot do in its place; or None.
+
+    Args:
+        leaves: of the call.
+        whole: what it does.
+        pieces: what its chunks do.
+        sharing: which memory its outputs share.
+    """
+    if whole.buffers or any(piece.buffers for piece in pieces):
+        return "it writes to its buffers"
+    memories = [memory for _, memory in sharing.pattern if memory is not None]
+    if any(memory < len(leaves) for memory in memories):
+        return "it returns arguments or views of them"
+    if len(set(memories)) < len(memories):
+        return "it returns outputs that share memory"
+    if any(map(changed, leaves, whole.inputs.values())):
+        return "it writes to its arguments"
+    return None
+
+
 @dataclass(frozen=True)
-class _Trial:
+class _PaddingTrial:
     """One trial of some sizes.
 
     Attributes:
@@ -564,8 +575,19 @@ class _Trial:
     """
 
     variant: int | None
-    how: Change | None
+    how: ValueChange | None
     row: int | None = None
+
+    def variants(self, every: Sequence[int], *, struck: bool) -> Sequence[int]:
+        """The variants of padding to run.
+
+        Args:
+            every: all of them.
+            struck: whether the values change an output that was the same so far.
+        """
+        if struck:  # What was the same so far may have hidden the effect of padding.
+            return every
+        return () if self.variant is None else (self.variant % len(every),)
 
 
 @dataclass(frozen=True)
@@ -574,7 +596,7 @@ class _Unpadded:
 
     leaves: list[Any]
     outcome: Outcome
-    seen: _Seen
+    seen: _NotedOutputs
 
 
 class _Unchanged:

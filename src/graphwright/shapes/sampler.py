@@ -29,7 +29,7 @@ _ADDED = 1e3
 _NEARLY = 1e-3
 
 
-class Change(Enum):
+class ValueChange(Enum):
     """How a call's values differ from the sample's.
 
     In arguments with a declared pad value, what is padding in the sample stays so. Masks among them
@@ -119,24 +119,23 @@ class CallSampler:
             made[id(leaf)] = laid_out.copy_(resized)
         return [made.get(id(leaf), leaf) for leaf in self.sample]
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[ValueChange]:
         """The changes of values to try, in order: the first ones tell most."""
         varying = [index for index in self._dynamic() if self._varies(index)]
         if not varying:
-            return [Change.NONE]
+            return [ValueChange.NONE]
         free = [self.sample[index] for index in varying if not self.declared[index]]
-        masks = [index for index in varying if self._valid(index) is not None]
-        reals = [self.sample[index] for index in varying if index not in masks]
-        found = [Change.NONE]
-        if any(_is_real(sample) and not _is_mask(sample) for sample in reals):
-            found.append(Change.NEGATED)
-        if masks or any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in free):
-            found.append(Change.FLIPPED)
-        found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
+        no_masks = [self.sample[index] for index in varying if self._valid(index) is None]
+        found = [ValueChange.NONE]
+        if any(map(_is_data, no_masks)):
+            found.append(ValueChange.NEGATED)
+        if len(no_masks) < len(varying) or any(map(_holds_flags, free)):
+            found.append(ValueChange.FLIPPED)
+        found += [ValueChange.MIXED, ValueChange.SHUFFLED, ValueChange.SCALED]
         # Their number is no multiple of the 3 variants of padding, so that each meets each.
-        return found if len(found) % 3 else [*found, Change.SHUFFLED]
+        return found if len(found) % 3 else [*found, ValueChange.SHUFFLED]
 
-    def changed(self, sizes: Sizes, how: Change, generator: torch.Generator) -> list[Any]:
+    def changed(self, sizes: Sizes, how: ValueChange, generator: torch.Generator) -> list[Any]:
         """A call of some sizes with other values than the sample's.
 
         Args:
@@ -152,7 +151,7 @@ class CallSampler:
     def alike(
         self,
         sizes: Sizes,
-        how: Change,
+        how: ValueChange,
         generator: torch.Generator,
         names: Collection[str],
         row: int,
@@ -185,7 +184,7 @@ class CallSampler:
                 first = period * (row % max(1, made.shape[axis] // period))
                 places = torch.arange(leaf.shape[axis]) % period + first
                 made = made.index_select(axis, places.to(made.device))
-                if _is_real(made) and not _is_mask(made):
+                if _is_data(made):
                     shape = [-1 if a == axis else 1 for a in range(made.dim())]
                     factors = 1 + _NEARLY * torch.rand(made.shape[axis], generator=generator)
                     nearly = made * factors.reshape(shape).to(made.device, made.dtype)
@@ -197,8 +196,8 @@ class CallSampler:
     def with_odd_row(
         self,
         sizes: Sizes,
-        how: Change,
-        odd: Change,
+        how: ValueChange,
+        odd: ValueChange,
         generator: torch.Generator,
         name: str,
         row: int,
@@ -265,7 +264,7 @@ class CallSampler:
         return leaf == self.pad_values[index]
 
     def _changed(
-        self, index: int, leaf: torch.Tensor, how: Change, generator: torch.Generator
+        self, index: int, leaf: torch.Tensor, how: ValueChange, generator: torch.Generator
     ) -> torch.Tensor:
         """A call's tensor with changed values that are still like the sample's."""
         sample, own, valid = self.sample[index], self.axes[index], self._valid(index)
@@ -363,6 +362,15 @@ def _is_zero(tensor: torch.Tensor) -> bool:
     return not _is_real(tensor) and not bool(tensor.any())
 
 
+def _is_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds floats that are no mask."""
+    return _is_real(tensor) and not _is_mask(tensor)
+
+
+def _holds_flags(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bool or _is_mask(tensor) or _is_zero(tensor)
+
+
 def _other_value(sample: torch.Tensor, pad: Value) -> Value | None:
     """The one value that a mask holds beside its padding; None for tensors that are no masks."""
     if sample.dtype is torch.bool:
@@ -375,16 +383,16 @@ def _other_value(sample: torch.Tensor, pad: Value) -> Value | None:
 
 
 def _changed_mask(
-    leaf: torch.Tensor, axes: Axes, how: Change, valid: Value, pad: Value
+    leaf: torch.Tensor, axes: Axes, how: ValueChange, valid: Value, pad: Value
 ) -> torch.Tensor:
     """A mask without padding, or with some at the end of the last row."""
-    if how not in (Change.FLIPPED, Change.MIXED, Change.SHUFFLED):
+    if how not in (ValueChange.FLIPPED, ValueChange.MIXED, ValueChange.SHUFFLED):
         return leaf
     made = torch.full_like(leaf, valid)
     axis = min(axes)
     inner = [a for a in range(axis + 1, leaf.dim()) if leaf.shape[a] > 1]
     # A row of a sequence of masks is never masked as a whole: it would attend to nothing.
-    if how is Change.SHUFFLED and leaf.shape[axis] > 1 and (inner or leaf.dim() == 1):
+    if how is ValueChange.SHUFFLED and leaf.shape[axis] > 1 and (inner or leaf.dim() == 1):
         row = made.narrow(axis, leaf.shape[axis] - 1, 1)
         if inner:
             n = leaf.shape[inner[-1]]
@@ -412,30 +420,37 @@ def _changed(
     leaf: torch.Tensor,
     sample: torch.Tensor,
     axes: Axes,
-    how: Change,
+    how: ValueChange,
     generator: torch.Generator,
 ) -> torch.Tensor:
     """A call's tensor with changed values that are still like the sample's."""
-    real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
-    if how is Change.NAN:
-        return torch.full_like(leaf, torch.nan) if real and not mask else leaf
-    if how is Change.FLIPPED or (how is Change.FAR and not (real and not mask)):
-        mask = mask or _is_zero(sample)
-        return (1 - leaf.long()).to(leaf.dtype) if mask and not leaf.is_complex() else leaf
-    if how is Change.FAR:
-        signs = 1 - 2 * torch.rand(leaf.shape, generator=generator, device="cpu").round()
-        return leaf * (_FAR * signs).to(leaf.device, leaf.dtype)
-    if how is Change.NEGATED:
-        return -leaf if real and not mask else leaf
-    if how in (Change.SHUFFLED, Change.MIXED):
-        if not real and not mask:
+    data = _is_data(sample)
+    if how is ValueChange.FLIPPED or (how is ValueChange.FAR and not data):
+        flips = _holds_flags(sample) and not leaf.is_complex()
+        return (1 - leaf.long()).to(leaf.dtype) if flips else leaf
+    if how in (ValueChange.SHUFFLED, ValueChange.MIXED):
+        if not data and not _is_mask(sample) and sample.dtype is not torch.bool:
             return _slices(sample, leaf.shape, axes, generator)
         places = torch.randint(0, sample.numel(), leaf.shape, generator=generator, device="cpu")
         leaf = sample.reshape(-1)[places.to(sample.device)]
-    if not real or mask or how not in (Change.SCALED, Change.MIXED):
+    return _changed_floats(leaf, how, generator) if data else leaf
+
+
+def _changed_floats(
+    leaf: torch.Tensor, how: ValueChange, generator: torch.Generator
+) -> torch.Tensor:
+    """Floats that are no mask, with other values in the same places."""
+    if how is ValueChange.NAN:
+        return torch.full_like(leaf, torch.nan)
+    if how is ValueChange.NEGATED:
+        return -leaf
+    if how not in (ValueChange.FAR, ValueChange.SCALED, ValueChange.MIXED):
         return leaf
     factors = torch.rand(leaf.shape, generator=generator, device="cpu")
-    factors = 0.5 + factors if how is Change.SCALED else 20 * factors - 10
+    if how is ValueChange.FAR:
+        factors = _FAR * (1 - 2 * factors.round())
+    else:
+        factors = 0.5 + factors if how is ValueChange.SCALED else 20 * factors - 10
     return leaf * factors.to(leaf.device, leaf.dtype)
 
 

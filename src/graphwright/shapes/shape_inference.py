@@ -141,22 +141,24 @@ def fit(
     trees = [spec for _, spec in seen.values()]
     if any(spec != trees[0] for spec in trees):
         raise Underivable("the tree of the outputs depends on the sizes")
-    rows = [leaves for leaves, _ in seen.values()]
-    found: list[Leaf | None] = []
-    for index in range(len(rows[0])):
-        outputs = [row[index] for row in rows]
-        if not all(isinstance(output, torch.Tensor) for output in outputs):
-            found.append(None)
-            continue
-        if len({output.dim() for output in outputs}) > 1:
-            raise Underivable("the number of an output's dimensions depends on the sizes")
-        shape = tuple(
-            _polynomial(free, {s: o.shape[axis] for s, o in zip(seen, outputs, strict=True)})
-            for axis in range(outputs[0].dim())
-        )
-        found.append(Leaf(shape, _strides(shape, outputs)))
+    rows = zip(*(leaves for leaves, _ in seen.values()), strict=True)
+    found = [_fitted(free, dict(zip(seen, outputs, strict=True))) for outputs in rows]
     fixed = {name: 1 for name, full in zip(names, bucket, strict=True) if full == 1}
     return OutputShapes(names, found, trees[0], fixed=fixed, fitted=True)
+
+
+def _fitted(free: Sequence[str | None], outputs: Mapping[Sizes, Any]) -> Leaf | None:
+    """The expressions for an output, by what it is for some sizes; None if it is no tensor."""
+    if not all(isinstance(output, torch.Tensor) for output in outputs.values()):
+        return None
+    ranks = {output.dim() for output in outputs.values()}
+    if len(ranks) > 1:
+        raise Underivable("the number of an output's dimensions depends on the sizes")
+    shape = tuple(
+        _polynomial(free, {sizes: output.shape[axis] for sizes, output in outputs.items()})
+        for axis in range(ranks.pop())
+    )
+    return Leaf(shape, _strides(shape, list(outputs.values())))
 
 
 def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:

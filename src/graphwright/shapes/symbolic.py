@@ -65,16 +65,7 @@ def _derive(sampler: CallSampler, sizes: Sizes) -> OutputShapes:
     leaves = sampler.at(sizes)
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    symbols: dict[Any, sympy.Symbol] = {}
-    symbolic: dict[str, Any] = {}
-    for name, symbol, hint in zip(sampler.names, symbols_of(sampler.names), sizes, strict=True):
-        if hint == 1:
-            symbolic[name] = 1
-            continue
-        source = ConstantSource(name)
-        own = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-        symbols[own] = symbol
-        symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
+    symbols, symbolic = _symbolic_sizes(env, sampler.names, sizes)
     try:
         with _quiet(), mode, enable_python_dispatcher(), _texts_noted() as texts:
             fakes = _fakes(mode, leaves, sampler.axes, symbolic)
@@ -91,15 +82,30 @@ def _derive(sampler: CallSampler, sizes: Sizes) -> OutputShapes:
     if pinned:
         raise Underivable(f"the function works for one size of {pinned[0]} alone")
     known = [_renamed(leaf, symbols) for leaf in found]
-    if any(not e.free_symbols <= set(symbols.values()) for e in _all(known)):
+    ours = set(symbols.values())
+    if any(not e.free_symbols <= ours for e in _all(known)):
         raise Underivable("a shape depends on values")
     kept = {guard.xreplace(symbols) for guard in guards}
     fixed = {name: n for name, n in zip(sampler.names, sizes, strict=True) if n == 1}
-    ours = set(symbols.values())
-    ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
+    ordered = sorted((g for g in kept if set() < g.free_symbols <= ours), key=str)
     # A comparison of text leaves no guard.
     blind = bool(texts)
     return OutputShapes(sampler.names, known, out_spec, ordered, fixed=fixed, blind=blind)
+
+
+def _symbolic_sizes(
+    env: ShapeEnv, names: Sequence[str], sizes: Sizes
+) -> tuple[dict[Any, sympy.Symbol], dict[str, Any]]:
+    """Our symbols by those of PyTorch, and integers made of the latter by name; 1 stays 1."""
+    symbols: dict[Any, sympy.Symbol] = {}
+    symbolic: dict[str, Any] = dict.fromkeys(names, 1)
+    for name, symbol, hint in zip(names, symbols_of(names), sizes, strict=True):
+        if hint != 1:
+            source = ConstantSource(name)
+            own = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            symbols[own] = symbol
+            symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
+    return symbols, symbolic
 
 
 class _Made(OperationMode):

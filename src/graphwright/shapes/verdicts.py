@@ -40,6 +40,11 @@ class Verdicts:
         names = self.shapes.names
         return tuple(name for name, n, m in zip(names, sizes, self.bucket, strict=True) if n != m)
 
+    def in_words(self, sizes: Sizes) -> str:
+        """The padding of calls of some sizes."""
+        every = zip(self.shapes.names, sizes, self.bucket, strict=True)
+        return ", ".join(f"{name} padded from {n} to {m}" for name, n, m in every if n != m)
+
     def case(self, sizes: Sizes) -> Case:
         """The case that calls of some sizes belong to.
 

@@ -38,7 +38,7 @@ AVAILABLE = Availability(True)
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedTensors:
     """Tensors of what was built, by name, to be saved in addition to its files.
 
     `seen` names those that a caller may get as a result, and write to.
@@ -75,7 +75,7 @@ class Built:
     holds_weights: bool = False
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
     plain: bool = False
-    save: Callable[[Path], Kept | None] | None = None
+    save: Callable[[Path], SavedTensors | None] | None = None
     ranged: bool = False
     capturable: bool = False
     inner: Built | None = None

@@ -18,7 +18,7 @@ from ..errors import StrategyFailed
 
 
 @dataclass(frozen=True)
-class Result:
+class ExpectedTensor:
     """A tensor that eager returns, without its values."""
 
     shape: torch.Size
@@ -46,9 +46,9 @@ class Expected:
         return cls(tuple(_described(leaf) for leaf in outputs), spec)
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[ExpectedTensor]:
         """Its tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Result)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, ExpectedTensor)]
 
     def tensors(self, outputs: Any) -> list[Any]:
         """The tensors among the outputs of a call, which must be where eager's are.
@@ -61,7 +61,7 @@ class Expected:
             raise StrategyFailed("the compiled model returns another structure")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for leaf, expected in zip(leaves, self.leaves, strict=True):
-            if isinstance(leaf, torch.Tensor) is not isinstance(expected, Result):
+            if isinstance(leaf, torch.Tensor) is not isinstance(expected, ExpectedTensor):
                 raise StrategyFailed("the compiled model returns tensors in other places")
         for tensor, result in zip(tensors, self.results, strict=True):
             if tensor.shape != result.shape:
@@ -73,7 +73,7 @@ class Expected:
     def restored(self, tensors: Sequence[torch.Tensor]) -> Any:
         """These tensors as eager gives them: dtype, device, strides, and the tree around them."""
         rest = iter(tensors)
-        leaves = [_as(next(rest), e) if isinstance(e, Result) else e for e in self.leaves]
+        leaves = [_as(next(rest), e) if isinstance(e, ExpectedTensor) else e for e in self.leaves]
         return build(leaves, self.spec)
 
 
@@ -154,10 +154,10 @@ def _described(leaf: Any) -> Any:
             if stride <= reach:
                 raise StrategyFailed("elements of a result overlap in memory")
             reach += stride * (size - 1)
-    return Result(leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+    return ExpectedTensor(leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
 
 
-def _laid_out(tensor: torch.Tensor, wanted: Result) -> torch.Tensor:
+def _laid_out(tensor: torch.Tensor, wanted: ExpectedTensor) -> torch.Tensor:
     """The same values with eager's strides; for another shape, its dimensions in eager's order."""
     if tensor.shape == wanted.shape:
         return _as(tensor, wanted)
@@ -170,7 +170,7 @@ def _laid_out(tensor: torch.Tensor, wanted: Result) -> torch.Tensor:
     return made.copy_(tensor)
 
 
-def _as(tensor: torch.Tensor, expected: Result) -> torch.Tensor:
+def _as(tensor: torch.Tensor, expected: ExpectedTensor) -> torch.Tensor:
     tensor = tensor.to(device=expected.device, dtype=expected.dtype)
     if tensor.stride() == expected.stride:
         return tensor

@@ -23,7 +23,7 @@ from ..fusion.tracing import GraphCall
 from ..ops.fused import launch_cache
 from ..ops.fused.fused_operator import prepare_triton
 from ..ops.fused.launch_cache import Launch
-from .base import AVAILABLE, Availability, Built, Kept, tiny_model
+from .base import AVAILABLE, Availability, Built, SavedTensors, tiny_model
 
 _GRAPH, _KERNELS = "graph.json", "kernels.json"
 
@@ -127,7 +127,7 @@ def _kernels(folder: Path, device: torch.device) -> dict[str, Launch]:
     return kept if all(each.function(device) for each in kept.values()) else {}
 
 
-def _save(call: GraphCall, folder: Path) -> Kept:
+def _save(call: GraphCall, folder: Path) -> SavedTensors:
     """Write a fused call as operations; its constants."""
     from ..fusion.serialization import seen, stored
 
@@ -136,7 +136,7 @@ def _save(call: GraphCall, folder: Path) -> Kept:
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
     if call.launches:
         (folder / _KERNELS).write_text(launch_cache.written(call.launches), encoding="ascii")
-    return Kept(constants, seen(call.graph))
+    return SavedTensors(constants, seen(call.graph))
 
 
 def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:

@@ -60,7 +60,7 @@ from ..strategies.registry import without
 from .request import Request
 from .workers.fork_server import CANDIDATE
 from .workers.process import kill_group, last_line
-from .workers.settings import Settings
+from .workers.settings import ProcessSettings
 from .workers.task import pickling_by_value
 
 # The reason of calls of the model itself where nothing beats it so far, as `calls` counts them.
@@ -77,11 +77,11 @@ _END_TIMEOUT_S = 10.0
 _MAX_MESSAGE = 1 << 26
 # cloudpickle has one registry for all threads.
 _PICKLING = threading.Lock()
-_LIVE: weakref.WeakSet[Search] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[BackgroundSearch] = weakref.WeakSet()
 
 
 @dataclass
-class Order:
+class SearchOrder:
     """What the child searches for.
 
     Attributes:
@@ -96,7 +96,7 @@ class Order:
     samples: list[Any]
     options: dict[str, Any]
     name: str
-    settings: Settings
+    settings: ProcessSettings
 
 
 class _Outdated(Exception):
@@ -136,7 +136,7 @@ def begin_search(
     if options.get("strategies") is None:
         also = [Candidate(aot_inductor.AOT_INDUCTOR), Candidate(aot_inductor.FREEZE)]
         candidates = [*candidates, *without(also, _names(options.get("exclude", ())))]
-    search = Search(replace(asked, candidates=candidates))
+    search = BackgroundSearch(replace(asked, candidates=candidates))
     module = BackgroundModule(asked.module, search)
     search.start(module)
     return module
@@ -173,7 +173,50 @@ def not_in_background(candidate: Candidate) -> str | None:
     return why
 
 
-class Search:
+class _Connection:
+    """The socket to the child, which ends the search where it is shut down.
+
+    Attributes:
+        lock: guards what `cancel` looks at from other threads. The garbage collector may call that
+            inside of such a block.
+        cancelled: whether the search is to end.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.cancelled = False
+        self._socket: socket.socket | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has the search; a forked child only has the socket."""
+        return os.getpid() == self._pid
+
+    def open(self, ours: socket.socket) -> None:
+        """Have `cancel` shut a socket down."""
+        self._socket = ours
+
+    def cancel(self) -> None:
+        """End the search."""
+        if self.is_ours:
+            with self.lock:
+                self.cancelled = True
+                self._shut()
+
+    def close(self) -> None:
+        """Shut the socket down, and forget it."""
+        with self.lock:
+            self._shut()
+            self._socket = None
+
+    def _shut(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+
+class BackgroundSearch:
     """A search in a child, and the thread that follows it.
 
     Attributes:
@@ -206,29 +249,24 @@ class Search:
             if (why := not_in_background(each)) is not None
         ]
         self._notes: list[str] = []
-        self._settings = Settings.current()
+        self._settings = ProcessSettings.current()
         self._samples = [(weight, call.clone()) for weight, call in asked.calls]
         self._began = time.monotonic()
         self._watch()
         self._owner: Callable[[], BackgroundModule | None] = lambda: None
         self._answering = EAGER
-        # Guards what `cancel` looks at from other threads. The garbage collector may call that
-        # inside of such a block.
-        self._lock = threading.RLock()
-        self._cancelled = False
-        self._socket: socket.socket | None = None
+        self._connection = _Connection()
         self._thread: threading.Thread | None = None
         self._scratch = ""
-        self._pid = os.getpid()
 
     def _watch(self) -> None:
         """Begin to watch the module: for what answers calls, and, whatever that looks at, fully."""
         asked = self.asked
         self._answers_watch = ModuleWatch(
-            asked.module, values=True, audit=asked.audit, checks=asked.checks
+            asked.module, values=True, audit=asked.answering.audit, checks=asked.answering.checks
         )
         self._full_watch = self._answers_watch
-        if asked.checks != "full":
+        if asked.answering.checks != "full":
             self._full_watch = ModuleWatch(asked.module, values=True)
 
     def start(self, owner: BackgroundModule) -> None:
@@ -242,19 +280,13 @@ class Search:
 
     def cancel(self) -> None:
         """End the search; what was found so far goes on answering."""
-        if os.getpid() != self._pid:  # A forked child has the socket, but no search.
-            return
-        with self._lock:
-            self._cancelled = True
-            if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+        self._connection.cancel()
 
     def close(self) -> None:
         """End the search, and wait until its process and thread are gone."""
         self.cancel()
         thread = self._thread
-        if os.getpid() == self._pid and thread is not None and thread is not _this_thread():
+        if self._connection.is_ours and thread is not None and thread is not _this_thread():
             thread.join(2 * _END_TIMEOUT_S)
 
     # ------------------------------------------------------------ the thread
@@ -297,7 +329,7 @@ class Search:
             except _Outdated as error:
                 self._answer_eagerly()
                 self._notes.append(f"The module changed during the search: {error}.")
-                if attempt == _RESTARTS or self._cancelled:
+                if attempt == _RESTARTS or self._connection.cancelled:
                     self._conclude(f"The module keeps changing: {error}.")
                     return
                 self._watch()
@@ -307,11 +339,11 @@ class Search:
             order = stack.enter_context(self._written())
             ours, theirs = socket.socketpair()
             stack.callback(ours.close)
-            with theirs, self._lock:
-                if self._cancelled:
+            with theirs, self._connection.lock:
+                if self._connection.cancelled:
                     self._conclude("It was cancelled.")
                     return
-                self._socket = ours
+                self._connection.open(ours)
                 log = stack.enter_context(tempfile.TemporaryFile())
                 process = _start(theirs, order, log)
                 stack.callback(self._end, process)
@@ -331,17 +363,19 @@ class Search:
         samples = [(call.args, dict(call.kwargs)) for _, call in self._samples]
         names = [each.name for each in asked.candidates if not_in_background(each) is None]
         options = {
-            name: getattr(asked, name)
-            for name in ("objective", "tolerance", "allow", "budget_s", "timeout_s")
-        } | {
             "weights": [weight for weight, _ in self._samples],
             "strategies": names,
-            "memory_limit": asked.memory_limit,
+            "objective": asked.objective,
+            "tolerance": asked.tolerance,
+            "allow": asked.allow,
+            "budget_s": asked.limits.budget_s,
+            "timeout_s": asked.limits.timeout_s,
+            "memory_limit": asked.limits.memory_limit,
             "isolate": asked.isolate,
             "remember": asked.remember,
             "fresh": asked.fresh,
         }
-        order = Order(model, samples, options, asked.name, self._settings)
+        order = SearchOrder(model, samples, options, asked.name, self._settings)
         with tempfile.TemporaryFile(prefix="graphwright-") as file:
             try:
                 with _PICKLING, pickling_by_value():
@@ -357,11 +391,7 @@ class Search:
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         """End the child, which ends what it has started and removes its files."""
-        with self._lock:
-            if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-                self._socket = None
+        self._connection.close()
         try:
             process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -393,7 +423,7 @@ class Search:
                         self._conclude(report.reason, report)
                         return
                     self._publish(report)
-        if self._cancelled:
+        if self._connection.cancelled:
             self._conclude("It was cancelled.")
             return
         raise GraphwrightError(f"The process of the search ended: {last_line(log) or 'no reason'}.")
@@ -424,7 +454,7 @@ class Search:
             return "calls of the model change something, so that it cannot be compared here"
         with torch.set_grad_enabled(self._settings.grad):
             problem = _disagreement(module, origin.samples)
-            if problem is None and not self._cancelled:
+            if problem is None and not self._connection.cancelled:
                 problem = _slower(module, origin.builts, origin.samples, device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -437,13 +467,13 @@ class Search:
             Origin(origin.candidate, origin.builts, origin.samples, device),
             pure=True,
             same_under_no_grad=found.same_under_no_grad,
-            audit=self.asked.audit,
-            on_miss=self.asked.on_miss,
-            checks=self.asked.checks,
+            audit=self.asked.answering.audit,
+            on_miss=self.asked.answering.on_miss,
+            checks=self.asked.answering.checks,
             watch=self._answers_watch,
         )
         self._refuse_change()
-        if not self._cancelled:
+        if not self._connection.cancelled:
             self._swap(name, tuned, tuned)
         return None
 
@@ -484,7 +514,9 @@ class Search:
         if report is None:
             rows = [row for row in self.report.rows if row not in self._left_out]
             notes = [note for note in self.report.notes if note not in self._notes]
-            report = replace(self.report, rows=rows, notes=notes, interrupted=self._cancelled)
+            report = replace(
+                self.report, rows=rows, notes=notes, interrupted=self._connection.cancelled
+            )
             reason = f"{self._answering} answers. The search ended early: {reason}"
         elif report.chosen != self._answering:
             why = f" {self._notes[-1]}" if self._notes else ""
@@ -504,9 +536,9 @@ class BackgroundModule(TunedModule):
 
     __slots__ = ("_answer", "_search")
     _answer: Callable[..., Any]
-    _search: Search
+    _search: BackgroundSearch
 
-    def __init__(self, module: nn.Module, search: Search) -> None:
+    def __init__(self, module: nn.Module, search: BackgroundSearch) -> None:
         super().__init__(module, search.report)
         object.__setattr__(self, "_search", search)
         search.calls.append(choice_of(self).calls)
@@ -593,7 +625,7 @@ def _counted(answer: Callable[..., Any], calls: Counter[str]) -> Callable[..., A
 
 
 def _eager_of(module: nn.Module) -> Callable[..., Any]:
-    return module._function if isinstance(module, FunctionModule) else module
+    return module.function_of() if isinstance(module, FunctionModule) else module
 
 
 def _start(theirs: socket.socket, order: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:

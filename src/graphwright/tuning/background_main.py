@@ -28,7 +28,7 @@ from ..artifacts.saving import save_choice
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, first_line, in_words
 from ..report.result import EAGER, Row, Status
-from .background import Order
+from .background import SearchOrder
 from .tuner import Tuning
 from .workers.fork_server import CANDIDATE
 from .workers.process import adopt_orphans, end_with_parent, kill_children
@@ -97,13 +97,11 @@ class _Listener:
         if cost > _BETTER * self._best:
             return
         name = row.strategy
-        trial = self._tuning.evaluator.set_up(self._tuning._by_name[name])
-        if trial.builts:
-            self._tuning._kept[name] = trial.builts
-            path = self._save(name, self._tuning._tuned(name, trial.builts))
-            if path is not None:
-                self._best, self._sent = cost, name
-                self._tell("better", name, path)
+        tuned = self._tuning.build(name)
+        path = None if tuned is None else self._save(name, tuned)
+        if path is not None:
+            self._best, self._sent = cost, name
+            self._tell("better", name, path)
 
     def done(self, tuned: TunedModule) -> None:
         """Hand the choice over, unless that has happened."""
@@ -159,16 +157,15 @@ def _draws() -> list[Any]:
 
 def _search(caller: _Caller, handle: int) -> None:
     with open(handle, "rb") as file:
-        order: Order = torch.load(file, weights_only=False)
+        order: SearchOrder = torch.load(file, weights_only=False)
         publish_globals()
     os.environ.pop(CANDIDATE, None)
     cores = len(os.sched_getaffinity(0))
     threads = min(order.settings.threads, cores)
     order.settings.with_threads(threads).apply()
-    mode = torch.inference_mode if order.settings.inference else contextlib.nullcontext
     tuning = Tuning(order.model, samples=order.samples, name=order.name, **order.options)
     listener = _Listener(caller, tuning)
-    with mode():
+    with order.settings.inference_mode():
         listener.done(tuning.run(listener))
 
 

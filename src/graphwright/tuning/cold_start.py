@@ -34,7 +34,7 @@ from ..strategies.base import Built, Candidate
 from .trial import CandidateEvaluator
 from .workers.fork_server import CANDIDATE
 from .workers.process import kill_group, last_line
-from .workers.settings import Settings
+from .workers.settings import ProcessSettings
 from .workers.task import IsolationError, Task, pickling_by_value, write_task
 
 # Files in the folder that is handed to a process.
@@ -49,7 +49,7 @@ _MAX_ANSWER = 1 << 16
 
 
 @dataclass(frozen=True)
-class Order:
+class StartOrder:
     """What a fresh process is to do.
 
     Attributes:
@@ -61,11 +61,11 @@ class Order:
 
     path: list[str]
     argv: list[str]
-    settings: Settings
+    settings: ProcessSettings
     candidate: bytes
 
 
-class _Refused(Exception):
+class _NoRightAnswer(Exception):
     """A candidate gave no right first answer."""
 
     def __init__(self, status: Status, reason: str, remedy: str = "") -> None:
@@ -113,7 +113,7 @@ class ColdStarts:
                 raise _too_late()
             row.first_answers = self._times(row, candidate)
             row.cold_start_s = min(row.first_answers)
-        except _Refused as refused:
+        except _NoRightAnswer as refused:
             row.reason, row.remedy = f"no first answer: {refused.reason}", refused.remedy
             if row.strategy != EAGER:
                 row.status = refused.status
@@ -124,7 +124,7 @@ class ColdStarts:
             folder = Path(made)
             saved = self._save(candidate, folder / ARTIFACT)
             if not saved and self._task is None:
-                raise _Refused(
+                raise _NoRightAnswer(
                     Status.FAILED, f"a fresh process cannot be given the model: {self._no_task}"
                 )
             compiles = candidate.compiles and not saved
@@ -153,20 +153,20 @@ class ColdStarts:
             trial = self.evaluator.set_up(candidate)
             if not trial.builts:
                 why = f"in this process: {trial.row.reason}"
-                raise _Refused(trial.row.status, why, trial.row.remedy)
+                raise _NoRightAnswer(trial.row.status, why, trial.row.remedy)
             builts = self.kept[name] = trial.builts
         if any(built.save is None for built in builts):
             return False
         try:
             save_choice(self.tuned(name, builts), path)
         except GraphwrightError as error:
-            raise _Refused(Status.FAILED, *in_words(error)) from error
+            raise _NoRightAnswer(Status.FAILED, *in_words(error)) from error
         return True
 
     def _write_order(self, candidate: Candidate, path: Path, *, compiles: bool) -> None:
         import cloudpickle
 
-        settings = Settings.current()
+        settings = ProcessSettings.current()
         # Only what compiles needs the options of compilers; others would import them for nothing.
         options = {name: text for name, text in settings.compilers.items() if text and compiles}
         try:
@@ -174,9 +174,9 @@ class ColdStarts:
                 pickled = cloudpickle.dumps(candidate)
         except Exception as error:
             why = f"the strategy cannot be pickled: {error}"
-            raise _Refused(Status.FAILED, why) from error
+            raise _NoRightAnswer(Status.FAILED, why) from error
         modules = [os.path.abspath(entry) for entry in sys.path]
-        order = Order(modules, list(sys.argv), replace(settings, compilers=options), pickled)
+        order = StartOrder(modules, list(sys.argv), replace(settings, compilers=options), pickled)
         path.write_bytes(pickle.dumps(order))
 
     def _time_process(self, folder: Path, caches: Path, saved: bool) -> float:
@@ -222,9 +222,9 @@ class ColdStarts:
             status, reason, remedy = json.loads(answer)
             status = Status(status)
         except (ValueError, TypeError):
-            raise _Refused(Status.FAILED, "its process sent no valid answer") from None
+            raise _NoRightAnswer(Status.FAILED, "its process sent no valid answer") from None
         if status is not Status.OK:
-            raise _Refused(status, str(reason), str(remedy))
+            raise _NoRightAnswer(status, str(reason), str(remedy))
         return seconds
 
     def _read_answer(self, ours: IO[bytes]) -> bytes:
@@ -237,7 +237,7 @@ class ColdStarts:
                 if ends == self.deadline:
                     raise _too_late()
                 why = f"its first answer took over {duration(self.timeout_s)}"
-                raise _Refused(Status.TIMED_OUT, why, "Raise timeout_s if it needs longer.")
+                raise _NoRightAnswer(Status.TIMED_OUT, why, "Raise timeout_s if it needs longer.")
             more = os.read(ours.fileno(), _MAX_ANSWER)
             if not more:
                 return b""
@@ -263,20 +263,20 @@ def _has_ended(pid: int) -> bool:
     return True
 
 
-def _too_late() -> _Refused:
+def _too_late() -> _NoRightAnswer:
     why = "the budget was spent before its first answer was timed"
-    return _Refused(Status.NOT_TRIED, why, "Give a larger budget.")
+    return _NoRightAnswer(Status.NOT_TRIED, why, "Give a larger budget.")
 
 
-def _without_answer(status: int | None, last: str) -> _Refused:
+def _without_answer(status: int | None, last: str) -> _NoRightAnswer:
     """What became of a process without an answer; `status` is None if it has not ended."""
     printed = f": {last}" if last else ""
     if status is None:
-        return _Refused(Status.CRASHED, "its process closed what it talks through")
+        return _NoRightAnswer(Status.CRASHED, "its process closed what it talks through")
     if status == -signal.SIGKILL:
         why = "the system killed its process, as it does where memory runs out"
-        return _Refused(Status.MEMORY_EXCEEDED, why)
+        return _NoRightAnswer(Status.MEMORY_EXCEEDED, why)
     if status < 0:
         name = signal.Signals(-status).name
-        return _Refused(Status.CRASHED, f"its process was ended by {name}{printed}")
-    return _Refused(Status.CRASHED, f"its process ended with exit status {status}{printed}")
+        return _NoRightAnswer(Status.CRASHED, f"its process was ended by {name}{printed}")
+    return _NoRightAnswer(Status.CRASHED, f"its process ended with exit status {status}{printed}")

@@ -8,7 +8,6 @@ that waits.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -29,7 +28,7 @@ from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
 from ..report.result import Status
 from ..strategies.base import Candidate
-from .cold_start import ARTIFACT, ORDER, Order
+from .cold_start import ARTIFACT, ORDER, StartOrder
 from .trial import status_of
 from .workers.process import end_with_parent
 from .workers.task import Task, publish_globals
@@ -37,11 +36,10 @@ from .workers.task import Task, publish_globals
 
 def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
     """Load or build, call, compare: a status with its reason and remedy."""
-    order: Order = pickle.loads((folder / ORDER).read_bytes())
+    order: StartOrder = pickle.loads((folder / ORDER).read_bytes())
     sys.path[:], sys.argv[1:] = order.path, order.argv[1:]
     order.settings.apply()
-    mode = torch.inference_mode if order.settings.inference else contextlib.nullcontext
-    with mode():
+    with order.settings.inference_mode():
         if task_handle < 0:
             # load() verifies what it loads; after that, call it as a user would.
             tuned = load(folder / ARTIFACT, trust=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..artifacts.tuned_module import TunedModule
 from ..evaluation.measurement import (
@@ -17,7 +18,7 @@ from ..evaluation.measurement import (
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status
 from ..strategies.base import Built, Candidate
-from .selection import NO_TIME_LEFT, eligible, near_best
+from .selection import NO_TIME_LEFT, eligible, near_best, undecided
 from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
@@ -32,6 +33,8 @@ _SHARES_HERE = {
 }
 # Of finalists that are as fast as each other, the one that takes the least is built first.
 _AS_FAST = 1.03
+# Where noise leaves the choice open, finalists are timed again, so often in all.
+MOST_SETS = 3
 
 
 def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
@@ -152,44 +155,82 @@ class FinalRounds:
         on_failure(row)
 
     def _time(self) -> None:
-        """Run the common rounds; torch.compile's default is also timed without the checks."""
+        """Run the common rounds; torch.compile's default is also timed without the checks.
+
+        Where noise leaves the choice open, more rounds are run while there is time.
+        """
         tuned = {name: self.tuned(name, builts) for name, builts in self.kept.items()}
-        rows = {row.strategy: row for row in self.report.rows}
-        samples, bound = self.evaluator.samples, self.evaluator.bound
+        found: list[dict[str, Measurement]] = [{} for _ in self.evaluator.samples]
+        for _ in range(MOST_SETS):
+            self._add_rounds(tuned, found)
+            self._judge(found)
+            if not undecided(self.report) or not self._has_time_for_more():
+                break
+
+    def _add_rounds(
+        self, tuned: Mapping[str, TunedModule], found: Sequence[dict[str, Measurement]]
+    ) -> None:
+        """Time all in turns, and add the rounds to those found before, sample by sample."""
+        samples = self.evaluator.samples
         seconds = self._affordable_seconds_each() * len(tuned) / len(samples)
-        found: dict[str, list[tuple[float, Measurement]]] = {}
-        unsteady: dict[str, str] = {}
-        for index, sample in enumerate(samples):
-            calls = {
-                name: bound(self.evaluator.module if name == EAGER else call, sample.call)
-                for name, call in tuned.items()
-            }
-            if COMPILE_DEFAULT in tuned:
-                calls[_BARE] = bound(self.kept[COMPILE_DEFAULT][index].call, sample.call)
+        for index in range(len(samples)):
             measured = interleave_until_steady(
-                calls,
+                self._calls(index, tuned),
                 self.evaluator.timer,
                 budget_s=seconds,
                 objective=self.report.figure,
                 deadline=self._rounds_end(),
             )
             for name, measurement in measured.items():
-                found.setdefault(name, []).append((sample.weight, measurement))
-                why = unsteadiness(measurement, self.report.figure)
-                if why:
-                    unsteady.setdefault(name, why)
-                if len(samples) > 1 and name != _BARE:
-                    part = rows[name].by_shape[sample.name]
-                    part.final, part.unsteady = measurement, why
-        means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
+                before = found[index].get(name)
+                found[index][name] = measurement if before is None else before.and_then(measurement)
+
+    def _calls(
+        self, index: int, tuned: Mapping[str, Callable[..., Any]]
+    ) -> dict[str, Callable[[], Any]]:
+        """What is timed in turns for a sample."""
+        call, bound = self.evaluator.samples[index].call, self.evaluator.bound
+        every: dict[str, Callable[..., Any]] = {**tuned, EAGER: self.evaluator.module}
+        if COMPILE_DEFAULT in tuned:
+            every[_BARE] = self.kept[COMPILE_DEFAULT][index].call
+        return {name: bound(each, call) for name, each in every.items()}
+
+    def _judge(self, found: Sequence[Mapping[str, Measurement]]) -> None:
+        """Give the rows the figures of all rounds so far, by sample."""
+        rows, figure = {row.strategy: row for row in self.report.rows}, self.report.figure
+        samples = self.evaluator.samples
+        means: dict[str, Measurement] = {}
+        unsteady: dict[str, str] = {}
+        for name in found[0]:
+            parts = [measured[name] for measured in found]
+            whys = [unsteadiness(part, figure) for part in parts]
+            unsteady[name] = next(filter(None, whys), "")
+            means[name] = self._mean(parts)
+            if len(samples) > 1 and name != _BARE:
+                for sample, part, why in zip(samples, parts, whys, strict=True):
+                    shape = rows[name].by_shape[sample.name]
+                    shape.final, shape.unsteady = part, why
         bare = means.pop(_BARE, None)
-        if bare is not None and _BARE not in unsteady:
-            rows[COMPILE_DEFAULT].bare = bare
+        if bare is not None:
+            rows[COMPILE_DEFAULT].bare = None if unsteady[_BARE] else bare
         for name, measurement in means.items():
-            rows[name].final, rows[name].unsteady = measurement, unsteady.get(name, "")
-        if EAGER not in unsteady:
+            rows[name].final, rows[name].unsteady = measurement, unsteady[name]
+        if not unsteady[EAGER]:
             for name, measurement in means.items():
                 judge(rows[name], measurement, means[EAGER], self.report.objective)
+
+    def _mean(self, parts: Sequence[Measurement]) -> Measurement:
+        """The mean call of all samples, by their weights."""
+        weights = [sample.weight for sample in self.evaluator.samples]
+        return parts[0] if len(parts) == 1 else weighted(list(zip(weights, parts, strict=True)))
+
+    def _has_time_for_more(self) -> bool:
+        """Whether there is time for at least the least rounds once more."""
+        end = self._rounds_end()
+        if end is None:
+            return True
+        timed = [*filter(None, map(self.report.row, self.kept))]
+        return time.monotonic() + least_rounds_s(self.report, timed) < end
 
     def _affordable_seconds_each(self) -> float:
         """`seconds_each`, or less if the deadline is near."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import nn
 
-from ..artifacts.fallback import OnMiss
 from ..artifacts.tuned_module import TunedModule
+from ..artifacts.untuned_calls import OnMiss
 from ..calls.leaves import SCALARS
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import (
@@ -67,6 +67,32 @@ _NAMED_TENSORS = 2
 
 
 @dataclass(frozen=True)
+class SearchLimits:
+    """What tuning may take.
+
+    Attributes:
+        budget_s: seconds for all of it; None for no limit.
+        budgeted: whether the caller has given them.
+        timeout_s: seconds for a candidate.
+        memory_limit: bytes for a candidate; None for no limit.
+    """
+
+    budget_s: float | None
+    budgeted: bool
+    timeout_s: float
+    memory_limit: int | None
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How the tuned module is to answer calls; the options are those of `tune`."""
+
+    audit: int | None
+    on_miss: OnMiss
+    checks: Checks
+
+
+@dataclass(frozen=True)
 class Request:
     """A model, the calls to tune it for, the candidates, and the options of `tune`.
 
@@ -80,8 +106,9 @@ class Request:
         device: where the model and its inputs are.
         candidates: what to try, eager first.
         named: whether the caller has named them.
-        budget_s: seconds for all of tuning; None for no limit.
-        budgeted: whether the caller has given them.
+        limits: of time and memory.
+        answering: how the tuned module answers.
+        apart: where a call holds objects, the calls taken apart; the module is a TakenApart then.
     """
 
     name: str
@@ -97,17 +124,11 @@ class Request:
     objective: str
     tolerance: float | None
     allow: tuple[str, ...]
-    budget_s: float | None
-    budgeted: bool
-    timeout_s: float
-    memory_limit: int | None
+    limits: SearchLimits
     isolate: bool | None
     remember: bool
     fresh: bool
-    audit: int | None
-    on_miss: OnMiss
-    checks: Checks
-    # Where a call holds objects: the calls taken apart. The module is a TakenApart then.
+    answering: Answering
     apart: Sequence[ApartCall] = ()
 
     @classmethod
@@ -172,35 +193,21 @@ class Request:
             model = model.module
         module = _as_module(model)
         refuse_weights(module, subclasses=True)
-        bucketed = None
-        names: list[str] = []
-        if buckets is not None:
-            if samples is not None:
-                raise OptionError("tune() takes samples or buckets, not both.")
-            if holds_objects(args, kwargs or {}):
-                raise SignatureError(
-                    "tune() takes buckets for calls whose arguments are tensors, and this one has "
-                    "objects among them.",
-                    remedy="Pass a call of each size as samples=[…], or use graph(buckets=…).",
-                )
+        bucketed, names = None, list[str]()
+        kwargs = kwargs or {}
+        if buckets is None:
+            _refuse_padding(dynamic_shapes, pad)
+        else:
+            _refuse_beside_buckets(args, kwargs, samples)
             # Imported late: symbolic shapes take a second to import.
             from .bucketed_request import BucketedRequest
 
-            bucketed = BucketedRequest(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
+            bucketed = BucketedRequest(model, args, kwargs, buckets, dynamic_shapes, pad)
             made = bucketed.samples()
-            names, samples, args, kwargs = list(made), list(made.values()), (), None
+            names, samples, args, kwargs = list(made), list(made.values()), (), {}
             weights = bucketed.weights(weights)
-        elif dynamic_shapes is not None or pad is not None:
-            raise OptionError(
-                "dynamic_shapes and pad say how calls are padded, and there are no buckets.",
-                remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
-            )
         calls = samples_of(args, kwargs, samples, weights, names)
-        apart: list[ApartCall] = []
-        if any(holds_objects(call.args, call.kwargs) for _, call in calls):
-            apart = [ApartCall.of(call.args, call.kwargs) for _, call in calls]
-            module = TakenApart(module, [each.template for each in apart])
-            calls = _named_by_tensors(calls, apart)
+        module, calls, apart = _taken_apart(module, calls)
         device = device_of(module, [call for _, call in calls])
         signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
         if len({each.signature for each in apart} or set(signatures)) < len(calls):
@@ -208,49 +215,32 @@ class Request:
                 "Two of the samples are of the same kind: shapes, dtypes and plain values agree.",
                 remedy="Leave one out, and add its weight to the other's.",
             )
-        if isinstance(strategies, str):
-            strategies = strategies.split(",")
-        if isinstance(exclude, str):
-            exclude = exclude.split(",")
-        candidates = (
-            default_candidates(
-                module, device, allow, also=_FOR_COLD_START if objective == "cold_start" else ()
-            )
-            if strategies is None
-            else parse_candidates(strategies, allow)
-        )
-        candidates = without(candidates, exclude)
-        # Eager first, since all others are measured against it.
-        by_name = {candidate.name: candidate for candidate in candidates}
-        eager = by_name.pop(EAGER.name, Candidate(EAGER))
+        also = _FOR_COLD_START if objective == "cold_start" else ()
+        everything = exhaustive or strategies is not None or objective == "cold_start"
         return cls(
             name_of(model),
             module,
             calls,
             signatures,
             bucketed,
-            None if bucketed is None else portable(dynamic_shapes),
+            portable(dynamic_shapes),
             device,
-            [eager, *by_name.values()],
+            _candidates(strategies, exclude, allow, module, device, also=also),
             strategies is not None,
             exhaustive,
             objective,
             tolerance,
             tuple(allow),
-            _budget(
-                budget_s,
-                BUDGET_S * len(calls),
-                everything=exhaustive or strategies is not None or objective == "cold_start",
+            SearchLimits(
+                _budget(budget_s, None if everything else BUDGET_S * len(calls)),
+                budget_s is not None,
+                float(timeout_s),
+                None if memory_limit is None else parse_bytes(memory_limit),
             ),
-            budget_s is not None,
-            float(timeout_s),
-            None if memory_limit is None else parse_bytes(memory_limit),
             isolate,
             remember,
             fresh,
-            audit,
-            on_miss,
-            checks,
+            Answering(audit, on_miss, checks),
             apart,
         )
 
@@ -274,17 +264,13 @@ class Request:
         elif len(self.calls) > 1:
             given = ["model", "samples=samples"]
         options = {
-            "objective": "latency",
-            "tolerance": None,
-            "allow": (),
-            "timeout_s": 600.0,
-            "memory_limit": None,
+            "objective": (self.objective, "latency"),
+            "tolerance": (self.tolerance, None),
+            "allow": (self.allow, ()),
+            "timeout_s": (self.limits.timeout_s, 600.0),
+            "memory_limit": (self.limits.memory_limit, None),
         }
-        given += [
-            f"{name}={getattr(self, name)!r}"
-            for name, default in options.items()
-            if getattr(self, name) != default
-        ]
+        given += [f"{name}={value!r}" for name, (value, usual) in options.items() if value != usual]
         named = f"your {strategy!r}" if own else repr(strategy)
         text = ", ".join(filter(None, [*given, f"strategies=[{named}]", "remember=False"]))
         return f"graphwright.tune({text})"
@@ -300,11 +286,67 @@ class Request:
         ]
 
 
-def _budget(given: float | None, default: float, *, everything: bool) -> float | None:
+def _budget(given: float | None, default: float | None) -> float | None:
     """Seconds that tuning may take; None for no limit."""
-    if given is None and not everything:
+    if given is None:
         return default
-    return None if given is None or math.isinf(given) else float(given)
+    return None if math.isinf(given) else float(given)
+
+
+def _candidates(
+    strategies: Iterable[str | Compiler | Candidate] | None,
+    exclude: Iterable[str],
+    allow: Sequence[str],
+    module: nn.Module,
+    device: torch.device,
+    *,
+    also: Sequence[str],
+) -> list[Candidate]:
+    """What to try: eager first, since all others are measured against it."""
+    found = (
+        default_candidates(module, device, allow, also=also)
+        if strategies is None
+        else parse_candidates(_listed(strategies), allow)
+    )
+    by_name = {candidate.name: candidate for candidate in without(found, _listed(exclude))}
+    return [by_name.pop(EAGER.name, Candidate(EAGER)), *by_name.values()]
+
+
+def _listed(names: Any) -> Any:
+    """Names that may be one text, separated by commas."""
+    return names.split(",") if isinstance(names, str) else names
+
+
+def _refuse_padding(dynamic_shapes: Any, pad: Any) -> None:
+    """Refuse what says how calls are padded to buckets, where there are none."""
+    if dynamic_shapes is not None or pad is not None:
+        raise OptionError(
+            "dynamic_shapes and pad say how calls are padded, and there are no buckets.",
+            remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
+        )
+
+
+def _refuse_beside_buckets(args: Args, kwargs: Kwargs, samples: Any) -> None:
+    """Refuse calls that cannot have buckets."""
+    if samples is not None:
+        raise OptionError("tune() takes samples or buckets, not both.")
+    if holds_objects(args, kwargs):
+        raise SignatureError(
+            "tune() takes buckets for calls whose arguments are tensors, and this one has "
+            "objects among them.",
+            remedy="Pass a call of each size as samples=[…], or use graph(buckets=…).",
+        )
+
+
+def _taken_apart(
+    module: nn.Module, calls: list[tuple[float, Call]]
+) -> tuple[nn.Module, list[tuple[float, Call]], list[ApartCall]]:
+    """Where calls hold objects, a module and calls of their tensors, and the calls taken apart."""
+    if not any(holds_objects(call.args, call.kwargs) for _, call in calls):
+        return module, calls, []
+    apart = [ApartCall.of(call.args, call.kwargs) for _, call in calls]
+    module = TakenApart(module, [each.template for each in apart])
+    return module, _named_by_tensors(calls, apart), apart
 
 
 def _as_module(model: Callable[..., Any]) -> nn.Module:
@@ -357,11 +399,6 @@ def samples_of(
         raise OptionError(
             "There are samples as well as args or kwargs.", remedy="Make these one of the samples."
         )
-    if isinstance(weights, Mapping):
-        raise OptionError(
-            "weights by size needs buckets, and there are none.",
-            remedy="Pass a list with a weight for each sample, or buckets.",
-        )
     if (
         isinstance(samples, Mapping | str | bytes)
         or not isinstance(samples, Sequence)
@@ -371,24 +408,36 @@ def samples_of(
             f"samples is {in_brief(samples)}, not a list of calls.",
             remedy="For example samples=[(x1,), (x8,)], or [{'x': x1}, ((x8,), {'flag': True})].",
         )
-    if weights is not None:
-        refuse("tune", items_problem("weights", weights, "numbers"))
-    given = [1.0] * len(samples) if weights is None else list(weights)
-    if len(given) != len(samples) or not all(map(is_positive, given)):
-        raise OptionError(
-            f"weights is {weights!r:.60}, not a positive number for each of "
-            f"{counted(len(samples), 'sample')}."
-        )
+    shares = _shares(weights, len(samples))
     calls: dict[str, tuple[float, Call]] = {}
-    for index, (weight, sample) in enumerate(zip(given, samples, strict=True)):
+    for index, (share, sample) in enumerate(zip(shares, samples, strict=True)):
         mine, named = arguments_of(sample)
         call = Call("", tuple(mine), dict(named))
         words = "; ".join(input_in_words(n, leaf) for n, leaf in call.leaves().items())
         name = words = names[index] if names else words
         while name in calls:
             name = f"{words} (another)" if name == words else f"{name}'"
-        calls[name] = (float(weight), replace(call, name=name))
+        calls[name] = share, replace(call, name=name)
     return list(calls.values())
+
+
+def _shares(weights: Any, samples: int) -> list[float]:
+    """The weights of a number of samples, or one for each where none are given."""
+    if weights is None:
+        return [1.0] * samples
+    if isinstance(weights, Mapping):
+        raise OptionError(
+            "weights by size needs buckets, and there are none.",
+            remedy="Pass a list with a weight for each sample, or buckets.",
+        )
+    refuse("tune", items_problem("weights", weights, "numbers"))
+    given = list(weights)
+    if len(given) != samples or not all(map(is_positive, given)):
+        raise OptionError(
+            f"weights is {weights!r:.60}, not a positive number for each of "
+            f"{counted(samples, 'sample')}."
+        )
+    return list(map(float, given))
 
 
 def _named_by_tensors(

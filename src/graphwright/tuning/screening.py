@@ -17,7 +17,7 @@ from ..strategies.base import Built, Candidate
 from ..strategies.registry import is_slow
 from .search import Search
 from .trial import CandidateEvaluator
-from .workers.pool import Limits, WorkerPool
+from .workers.pool import TrialLimits, WorkerPool
 from .workers.task import IsolationError
 
 # The share of a time budget that is kept for the finalists.
@@ -26,6 +26,8 @@ FINALISTS_SHARE = 0.2
 _BUDGET_STEP_S = 5
 # Seconds that it may take to look whether a slow candidate could run: to import ONNX Runtime, say.
 _PROBE_S = 5.0
+# Calls that build, verify and time eager, at least.
+_CALLS_OF_EAGER = 31
 
 
 @dataclass
@@ -91,7 +93,7 @@ class Screening:
 
     def rows(self, evaluator: CandidateEvaluator, progress: Progress) -> Iterator[Row]:
         """Yield the row of each candidate, as it becomes known; the report must take it in."""
-        progress.step(EAGER)
+        progress.step(self._eager_in_words(evaluator))
         try:
             if self._workers is not None and not self._workers.spare:
                 self._workers.wait_until_ready()  # Nothing else runs while eager is timed.
@@ -120,6 +122,14 @@ class Screening:
         """Seconds until no further candidate is set up; None for no limit."""
         return None if self.terms.deadline is None else self.terms.deadline - time.monotonic()
 
+    def _eager_in_words(self, evaluator: CandidateEvaluator) -> str:
+        """What is done with eager; with the time that takes, if the budget is less."""
+        calls_s = sum(sample.reference.call_s for sample in evaluator.samples)
+        needs_s, left_s = _CALLS_OF_EAGER * calls_s, self._left_s()
+        if left_s is None or needs_s <= max(0.0, left_s):
+            return EAGER
+        return f"{EAGER}: its calls take about {needs_s:.0f} s, and the budget leaves less"
+
     def _in_workers(
         self,
         workers: WorkerPool,
@@ -127,7 +137,7 @@ class Screening:
         progress: Progress,
     ) -> Iterator[Row]:
         terms = self.terms
-        limits = Limits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
+        limits = TrialLimits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
         handed_out: list[Candidate] = []
 
         def choose(count: int) -> list[Candidate]:

@@ -8,6 +8,7 @@ fails; so is what there is no time for.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -86,10 +87,7 @@ class Search:
         if not self.in_order:
             able.sort(key=lambda each: (self.is_cheap(each), self._promise(each)), reverse=True)
             able = self._slow_first(able, count) if self.spare else able
-        builds: dict[str, list[Candidate]] = {}
-        for each in able:
-            builds.setdefault(each.without_runner.name, []).append(each)
-        chosen = [each for build in [*builds.values()][:count] for each in build]
+        chosen = _of_first_builds(able, count)
         self.waiting = [each for each in self.waiting if each not in chosen]
         self._handed_out |= {each.name for each in chosen}
         return chosen
@@ -264,3 +262,11 @@ class Search:
 
 def _family(candidate: Candidate) -> str:
     return candidate.compiler.name.partition(":")[0]
+
+
+def _of_first_builds(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The candidates of the first few builds, those of each build together."""
+    builds: dict[str, list[Candidate]] = {}
+    for each in candidates:
+        builds.setdefault(each.without_runner.name, []).append(each)
+    return list(itertools.chain(*itertools.islice(builds.values(), count)))

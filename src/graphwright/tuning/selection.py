@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from ..evaluation.measurement import median_interval
 from ..report.report import Report
@@ -16,6 +17,10 @@ FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
 NO_TIME_LEFT = "a finalist, but not timed again: the budget left no time"
 # A smaller gain is not worth a more complex candidate, however certain it is.
 _WORTH_IT = 1.01
+# The simplest takes at most so many times as long as the best, also where noise hides any loss.
+_MOST_LOSS = 1.02
+# Noise hides too much if the simpler one may be as fast, and may take so many times as long.
+_HIDDEN_LOSS = 1.05
 # So many strategies are named in a sentence; more are counted.
 _NAMED = 3
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -51,10 +56,12 @@ def near_best(report: Report) -> list[Row]:
 
 
 def ranked(report: Report, rows: list[Row]) -> list[Row]:
-    """The eligible ones of some rows: the simplest that none beats for sure, then best first.
+    """The eligible ones of some rows, the choice first.
 
-    Those that were not timed in the common rounds, if there were any, come last. What is unsteady
-    counts with its slowest rounds, against the fastest call of eager.
+    The choice is eager, unless others are faster for sure: then it is the best of these, or the
+    simplest of those as good as the best. Rows that were not timed in the common rounds, if there
+    were any, come last. What is unsteady counts with its slowest rounds, against the fastest call
+    of eager.
     """
     rows = [row for row in rows if row.status is Status.OK]
     timed_apart = [row for row in rows if row.final is None]
@@ -62,31 +69,76 @@ def ranked(report: Report, rows: list[Row]) -> list[Row]:
     return _ranked(report, finalists) + _ranked(report, timed_apart)
 
 
+def undecided(report: Report) -> bool:
+    """Whether noise hides if a finalist that is simpler than the best is much slower."""
+    rows = [row for row in eligible(report) if row.final is not None and not row.unsteady]
+    best = min(rows, key=report.cost, default=None)
+    if best is None or best.final is None or report.objective not in OF_TIME:
+        return False
+    for row in rows:
+        if row.complexity < best.complexity and row.final is not None:
+            low, high = median_interval(row.final.ratios(best.final, report.objective))
+            if low <= _WORTH_IT and high > _HIDDEN_LOSS:
+                return True
+    return False
+
+
 def _ranked(report: Report, rows: list[Row]) -> list[Row]:
+    ahead = _ahead_of_eager(report, rows)
+    tied = sorted(_as_good_as_the_best(report, ahead), key=lambda row: row.complexity)
+    behind = [row for row in _best_first(report, rows) if row not in ahead]
+    behind.sort(key=lambda row: row.strategy != EAGER)
+    return [*tied, *(row for row in ahead if row not in tied), *behind]
+
+
+def _best_first(report: Report, rows: list[Row]) -> list[Row]:
     # By complexity where the cost is not known: then eager comes first.
-    rows = sorted(rows, key=lambda row: (report.cost(row), row.complexity))
-    tied = sorted(_as_good_as_the_best(report, rows), key=lambda row: row.complexity)
-    return tied + [row for row in rows if row not in tied]
+    return sorted(rows, key=lambda row: (report.cost(row), row.complexity))
 
 
-def _as_good_as_the_best(report: Report, rows: list[Row]) -> list[Row]:
-    """Of some rows, the best first, those that none of the others beats for sure."""
-    if not rows or report.cost(rows[0]) == math.inf:
-        return rows[:1]
-    eager = report.row(EAGER)
-    most = math.inf if eager is None or eager not in rows else report.cost(eager)
-    # One held-up round of the best must not tie it with what another one beats in all rounds.
-    rivals = [rows[0], *(r for r in rows[1:] if not r.unsteady and report.cost(r) < math.inf)]
+def _ahead_of_eager(report: Report, rows: list[Row]) -> list[Row]:
+    """Of some rows, the best first, those that are faster than eager for sure.
+
+    All of them if eager is not among them, or something else than time is wanted.
+    """
+    eager, rows = report.row(EAGER), _best_first(report, rows)
+    if eager is None or eager not in rows or report.objective not in OF_TIME:
+        return rows
     return [
         row
         for row in rows
-        # What seems slower than eager is not taken for being simple, whatever the noise.
-        if report.cost(row) <= most and all(_ties(report, row, rival) for rival in rivals)
-    ] or rows[:1]
+        if report.cost(row) < report.cost(eager) and not _ties(report, eager, row)
+    ]
+
+
+def _as_good_as_the_best(report: Report, rows: list[Row]) -> list[Row]:
+    """Of some rows, the best first, those that may be chosen for being simple.
+
+    None of the others beats them for sure. That alone would let noise decide for the simplest: they
+    are not far from the best either, as far as noise lets that be seen.
+    """
+    if not rows or report.cost(rows[0]) == math.inf:
+        return rows[:1]
+    best = rows[0]
+    # One held-up round of the best must not tie it with what another one beats in all rounds.
+    rivals = [best, *(r for r in rows[1:] if not r.unsteady and report.cost(r) < math.inf)]
+    return [
+        row
+        for row in rows
+        if _loss(report, row, best) <= _MOST_LOSS
+        and all(_ties(report, row, rival) for rival in rivals)
+    ] or [best]
+
+
+def _loss(report: Report, row: Row, best: Row) -> float:
+    """How many times the cost of the best a row seems to have."""
+    if report.objective in OF_TIME and row.final is not None and best.final is not None:
+        return statistics.median(row.final.ratios(best.final, report.objective))
+    return report.cost(row) / report.cost(best) if report.cost(best) else 1.0
 
 
 def _ties(report: Report, row: Row, best: Row) -> bool:
-    """Whether a row is as good as another one within the noise."""
+    """Whether a row may be as good as another one: noise hides any difference."""
     if report.objective in ("memory", "cold_start"):
         return report.cost(row) <= _WORTH_IT * report.cost(best)
     if row.unsteady or best.unsteady:
@@ -147,9 +199,19 @@ def _reason_for_eager(report: Report, chosen: Row) -> str:
             f"eager was chosen: {best.strategy} seemed faster when screened, but the budget left "
             "no time to build it here. Give a larger one."
         )
+    text = f"none of the {others} others timed is faster beyond the noise"
     if others == 1:
-        return "eager was chosen: the only other strategy timed is not faster beyond the noise."
-    return f"eager was chosen: none of the {others} others timed is faster beyond the noise."
+        text = "the only other strategy timed is not faster beyond the noise"
+    best = min(
+        (r for r in eligible(report) if r.final is not None), key=report.cost, default=chosen
+    )
+    speed = report.speedup(best)
+    if speed is None or speed[0] <= _MOST_LOSS:
+        return f"eager was chosen: {text}."
+    return (
+        f"eager was chosen: {text}. {best.strategy} seems {ratio(speed[0])} as fast "
+        f"({speed[1]:.2f} to {speed[2]:.2f}): a larger budget or an idle machine may show it."
+    )
 
 
 def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
@@ -178,8 +240,21 @@ def _gain(report: Report, row: Row) -> str:
 
 def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
     """What tells the choice from the others, in words; empty where nothing does for sure."""
-    best = _as_good_as_the_best(report, sorted(finalists, key=report.cost))
-    equal = [row for row in best if row is not chosen] if chosen in best else []
+    best = _as_good_as_the_best(report, _ahead_of_eager(report, finalists))
+    if chosen in best:
+        equal = [row for row in best if row is not chosen]
+        text = _as_fast(chosen, equal) or _hidden_by_noise(report, chosen, finalists)
+        if text:
+            return text
+    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
+    is_best = min(eligible(report), key=report.cost) is chosen
+    if is_best and len(right) > 2 and report.ratios(chosen):
+        return f"the fastest of the {len(right)} that agree with float64"
+    return ""
+
+
+def _as_fast(chosen: Row, equal: list[Row]) -> str:
+    """What of others that are as good as the choice; empty if there are none."""
     simplest = all(chosen.complexity < row.complexity for row in equal)
     if len(equal) == 1:
         more = f", and {chosen.strategy} is simpler" if simplest else ""
@@ -188,10 +263,20 @@ def _beside(report: Report, chosen: Row, finalists: list[Row]) -> str:
         count = _NUMBERS[len(equal)] if len(equal) < len(_NUMBERS) else f"{len(equal)}"
         more = "it is the simplest" if simplest else "none is simpler"
         return f"{count} others are as fast within the noise, and {more}"
-    right = [row for row in report.rows if row.status in (Status.OK, Status.SLOWER)]
-    is_best = min(eligible(report), key=report.cost) is chosen
-    if is_best and len(right) > 2 and report.ratios(chosen):
-        return f"the fastest of the {len(right)} that agree with float64"
+    return ""
+
+
+def _hidden_by_noise(report: Report, chosen: Row, finalists: list[Row]) -> str:
+    """What of a simpler one that may be as fast, but seems slower; empty if there is none."""
+    for row in _best_first(report, finalists):
+        simpler = row.strategy != EAGER and row.complexity < chosen.complexity
+        if simpler and row.final and chosen.final and _ties(report, row, chosen):
+            times = row.final.ratios(chosen.final, report.objective)
+            low, high = median_interval(times)
+            return (
+                f"{row.strategy} is simpler, but seems to take {ratio(statistics.median(times))} "
+                f"as long ({low:.2f} to {high:.2f})"
+            )
     return ""
 
 
@@ -199,25 +284,37 @@ def _left_out(report: Report, chosen: Row) -> str:
     """What seemed faster when screened, and why it was not chosen for that."""
     if report.objective not in OF_TIME or chosen.final is None or chosen.screening is None:
         return ""
-    fastest = chosen.screening.fastest(report.figure)
     apart = [row for row in eligible(report) if row.final is None and row.screening is not None]
+    return _not_built(report, chosen, apart) or _screened_better(report, chosen, apart)
+
+
+def _not_built(report: Report, chosen: Row, apart: Sequence[Row]) -> str:
+    """What no time was left to build; empty if that hardly matters."""
     late = {
         row.strategy: row.screening.fastest(report.figure)
         for row in apart
         if NO_TIME_LEFT in row.notes and row.screening is not None
     }
     best = min(late, key=late.__getitem__, default="")
-    if best and late[best] <= fastest / FINALIST_FACTOR:
-        return (
-            f" When screened, {best} seemed {ratio(fastest / late[best])} as fast as "
-            f"{chosen.strategy}, but the budget left no time to build it here: give a larger one."
-        )
+    if not best or chosen.screening is None:
+        return ""
+    fastest = chosen.screening.fastest(report.figure)
+    if late[best] > fastest / FINALIST_FACTOR:
+        return ""
+    return (
+        f" When screened, {best} seemed {ratio(fastest / late[best])} as fast as "
+        f"{chosen.strategy}, but the budget left no time to build it here: give a larger one."
+    )
+
+
+def _screened_better(report: Report, chosen: Row, apart: Sequence[Row]) -> str:
+    """What gained more when screened than what was chosen does now; empty if nothing did."""
     gains = {row.strategy: 1 / report.cost(row) for row in apart if report.ratios(row)}
     best = max(gains, key=gains.__getitem__, default="")
     if not best or not report.ratios(chosen) or gains[best] <= 1 / report.cost(chosen):
         return ""
     # Else a table that has both figures would contradict the choice.
-    if chosen.baseline is not None:
+    if chosen.baseline is not None and chosen.screening is not None:
         own = chosen.screening.ratios(chosen.baseline, report.figure)
         if 1 / statistics.median(own) >= gains[best]:
             return (

@@ -31,7 +31,7 @@ from ..evaluation.measurement import (
     weighted,
 )
 from ..evaluation.reference import Case, Sample, exact_outcome
-from ..evaluation.verification import Verdict, compare, verify
+from ..evaluation.verification import Verification, agrees, compare, verify
 from ..report.result import EAGER, Row, Status
 from ..report.table import memory
 from ..strategies.base import Built, Candidate, without_grad
@@ -127,7 +127,7 @@ class CandidateEvaluator:
     @property
     def model(self) -> Callable[..., Any]:
         """What the caller would call: the module, or the function that it wraps."""
-        return self.module._function if isinstance(self.module, FunctionModule) else self.module
+        return self.module.function_of() if isinstance(self.module, FunctionModule) else self.module
 
     def disagreement(self) -> str | None:
         """How eager here differs from eager in the process of the references; None if it agrees."""
@@ -177,7 +177,7 @@ class CandidateEvaluator:
                     row.verify_s += time.perf_counter() - began
                     part.error = verdict.error
                     if not verdict.ok:
-                        raise _Refused(Status.WRONG, verdict.reason)
+                        raise _NotToBeChosen(Status.WRONG, verdict.reason)
         except _IsOut:
             trial.builts.clear()
             if row.status is Status.FAILED:
@@ -210,12 +210,12 @@ class CandidateEvaluator:
         built.ranged = True
         return built, seconds
 
-    def verified(self, candidate: Candidate, built: Built, sample: Sample) -> Verdict:
+    def verified(self, candidate: Candidate, built: Built, sample: Sample) -> Verification:
         """Whether what was built for a sample is right."""
         written = sorted(sample.reference.written)
         if built.holds_weights and written:
             # Samples may write what was there before, and then no comparison shows it.
-            return Verdict(False, f"the model writes to its {written[0]}, and this to a copy")
+            return Verification(False, f"the model writes to its {written[0]}, and this to a copy")
         verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
         if not verdict.ok and candidate.name != EAGER and self.differs_without_grad(sample):
             why = "your model itself gives other results with gradients off, as it runs here"
@@ -227,7 +227,7 @@ class CandidateEvaluator:
         if sample.name not in self._differing:
             right = not torch.is_grad_enabled()
             with contextlib.suppress(Exception):  # Then it cannot even be called so.
-                right = right or verify(without_grad(self.model), sample.reference).ok
+                right = right or agrees(without_grad(self.model), sample.reference)
             self._differing[sample.name] = not right
         return self._differing[sample.name]
 
@@ -286,7 +286,7 @@ class CandidateEvaluator:
                     grown = trial.meter.kept() - before
                     if grown > _LEAK and row.strategy != EAGER:
                         why = f"it leaks: {memory(grown)} stay allocated after the calls"
-                        raise _Refused(Status.MEMORY_EXCEEDED, why)
+                        raise _NotToBeChosen(Status.MEMORY_EXCEEDED, why)
         except _IsOut:
             trial.builts.clear()
         finally:
@@ -382,11 +382,10 @@ class CandidateEvaluator:
                 part.status = row.status
         row.setup_s = sum(part.setup_s or 0.0 for part in parts)
         row.build_s = sum(part.build_s for part in parts)
-        row.peak_bytes = max((p.peak_bytes for p in parts if p.peak_bytes), default=None)
-        row.error = max(
-            (part.error for part in parts if part.error), key=lambda e: e.rms, default=None
-        )
-        row.unsteady = next((part.unsteady for part in parts if part.unsteady), "")
+        row.peak_bytes = max(filter(None, (part.peak_bytes for part in parts)), default=None)
+        errors = filter(None, (part.error for part in parts))
+        row.error = max(errors, key=lambda error: error.rms, default=None)
+        row.unsteady = next(filter(None, (part.unsteady for part in parts)), "")
         weights = [sample.weight for sample in self.samples]
         for figure in ("screening", "baseline"):
             found = [getattr(part, figure) for part in parts]
@@ -418,7 +417,7 @@ def judge(row: Row, mine: Measurement, eager: Measurement, objective: str) -> No
         row.reason = f"{low:.2f} to {high:.2f} times eager's time"
 
 
-class _Refused(Exception):
+class _NotToBeChosen(Exception):
     """A candidate ran and must not be chosen."""
 
     def __init__(self, status: Status, reason: str) -> None:
@@ -443,7 +442,7 @@ class _FailureInto:
         if not isinstance(error, Exception):
             return
         row = self._row
-        if isinstance(error, _Refused):
+        if isinstance(error, _NotToBeChosen):
             row.status, row.reason = error.status, str(error)
         else:
             row.status = status_of(error)

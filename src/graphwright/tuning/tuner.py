@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.fallback import OnMiss
 from ..artifacts.tuned_module import Apart, Origin, TunedModule, assemble, put_together
+from ..artifacts.untuned_calls import OnMiss
 from ..calls.dependencies import Dependencies
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.host_generators import generators_kept
@@ -278,7 +278,7 @@ class Tuning:
         )
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
-        self._budget_s = asked.budget_s
+        self._budget_s = asked.limits.budget_s
         isolate = ISOLATED if asked.isolate is None else asked.isolate
         self._search = Search(
             self.report,
@@ -289,7 +289,11 @@ class Tuning:
             modules=sum(1 for _ in asked.module.modules()),
         )
         terms = Terms(
-            isolate, asked.timeout_s, asked.memory_limit, self._budget_s, self._search_ends()
+            isolate,
+            asked.limits.timeout_s,
+            asked.limits.memory_limit,
+            self._budget_s,
+            self._search_ends(),
         )
         self._screening = Screening(
             asked.module,
@@ -373,14 +377,18 @@ class Tuning:
         if note:
             self.report.notes.append(note)
         self._check_other_sizes(chosen.strategy, self._kept[chosen.strategy])
-        # What a busy machine decided is not for the next run, which may have a quiet one.
-        if key is not None and not any(row.unsteady for row in self.report.rows):
-            self.report.seconds = time.monotonic() - self._started
-            self.report.budget_s = self._budget_s
-            self.cached = choice_cache.remember(key, self.report) is not None
+        if key is not None:
+            self._remember(key)
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
+
+    def _remember(self, key: Fingerprint) -> None:
+        """Cache the choice, unless a busy machine decided: the next run may have a quiet one."""
+        if not any(row.unsteady for row in self.report.rows):
+            self.report.seconds = time.monotonic() - self._started
+            self.report.budget_s = self._budget_s
+            self.cached = choice_cache.remember(key, self.report) is not None
 
     def _wait_for_checks(self, wait: Callable[[], str | None], progress: Progress) -> None:
         """Wait until the checks in C++ are built; a note says why they are not."""
@@ -412,7 +420,9 @@ class Tuning:
             self.report.curve.append(Step(seconds, row.strategy, speed[0]))
 
     def _host_seconds(self) -> float | None:
-        """What the host needs for a mean call."""
+        """What the host needs for a mean call; None if nobody asks, or nobody can tell."""
+        if self.asked.limits.budgeted and self._is_late:
+            return None
         found = 0.0
         try:
             for weight, call in self.asked.calls:
@@ -429,6 +439,11 @@ class Tuning:
         if self._budget_s is None:
             return None
         return self._started + (1 - FINALISTS_SHARE) * self._budget_s
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the budget is spent."""
+        return self._budget_s is not None and time.monotonic() > self._started + self._budget_s
 
     def _end_in_time_for_the_best(self) -> None:
         """End the search early enough to build here what is the best so far.
@@ -457,7 +472,7 @@ class Tuning:
         On a CPU nothing goes on beside a set-up: there it is for one set-up of each compiler.
         """
         asked, terms, search = self.asked, self._screening.terms, self._search
-        if asked.budgeted or self._budget_s is None:
+        if asked.limits.budgeted or self._budget_s is None:
             return
         search_s = time.monotonic() - self._started
         if asked.device.type == "cuda":
@@ -505,7 +520,7 @@ class Tuning:
         state = ModuleState(model)
         samples = []
         for weight, call in self.asked.calls:
-            fn = model._function if isinstance(model, FunctionModule) else model
+            fn = model.function_of() if isinstance(model, FunctionModule) else model
             with cached_weights_refused():
                 ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
             refuse_changed_containers(ref)
@@ -524,7 +539,7 @@ class Tuning:
             self.asked.device,
             objective=self.asked.objective,
             screening_s=min(SCREENING_S, _SCREENING_SHARE * budget_s),
-            timing_s=min(self.asked.timeout_s / 2, budget_s / 10),
+            timing_s=min(self.asked.limits.timeout_s / 2, budget_s / 10),
             dynamic_shapes=self._dynamic_shapes(),
         )
 
@@ -568,7 +583,7 @@ class Tuning:
             self.evaluator,
             self._kept,
             self._tuned,
-            self.asked.timeout_s,
+            self.asked.limits.timeout_s,
             None if budget_s is None else self._started + budget_s,
         )
         with starts:
@@ -606,6 +621,10 @@ class Tuning:
         """The best candidate that is still right when it is verified again."""
         for row in self._ranked():
             candidate = self._by_name[row.strategy]
+            if row.strategy == EAGER and self._is_late:
+                # It was verified before, and is what all else is compared with.
+                self._conclude(row)
+                return row
             try:
                 why = self._problem(candidate, self._kept[row.strategy])
             except Exception as error:
@@ -677,10 +696,10 @@ class Tuning:
             "objective": self.asked.objective,
             "tolerance": self.asked.tolerance,
             "allow": sorted(self.asked.allow),
-            "budget_s": self.asked.budget_s,
+            "budget_s": self.asked.limits.budget_s,
             "exhaustive": self.asked.exhaustive,
-            "timeout_s": self.asked.timeout_s,
-            "memory_limit": self.asked.memory_limit,
+            "timeout_s": self.asked.limits.timeout_s,
+            "memory_limit": self.asked.limits.memory_limit,
             "weights": [weight for weight, _ in self.asked.calls],
             "grad": torch.is_grad_enabled(),
             "trees": [str(each.template.spec) for each in self.asked.apart],
@@ -712,6 +731,14 @@ class Tuning:
 
     # ------------------------------------------------------------ the result
 
+    def build(self, name: str) -> TunedModule | None:
+        """Build a candidate here, and keep it for the final rounds; None if it is wrong here."""
+        builts = self.evaluator.set_up(self._by_name[name]).builts
+        if not builts:
+            return None
+        self._kept[name] = builts
+        return self._tuned(name, builts)
+
     def _tuned(self, name: str, builts: Sequence[Built]) -> TunedModule:
         """The module with one candidate to answer its calls."""
         samples, buckets = self.evaluator.samples, self.asked.buckets
@@ -724,9 +751,9 @@ class Tuning:
             pure=all(sample.reference.pure for sample in samples),
             same_under_no_grad=self._same_under_no_grad,
             pad_with=None if buckets is None else buckets.padded_calls,
-            audit=self.asked.audit,
-            on_miss=self.asked.on_miss,
-            checks=self.asked.checks,
+            audit=self.asked.answering.audit,
+            on_miss=self.asked.answering.on_miss,
+            checks=self.asked.answering.checks,
         )
 
     def _put_together(self, tuned: TunedModule) -> TunedModule:

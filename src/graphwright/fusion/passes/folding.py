@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import math
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,13 +191,18 @@ def _values(graph: fx.GraphModule, changing: set[fx.Node]) -> dict[fx.Node, torc
             values[node] = result
             written |= dict.fromkeys(memory, order[node])
     for node in values:
-        # What is read before the last write would be read as it is after it; and what is returned
-        # is new at every call.
         for root in roots(node) & written.keys():
-            early = any(u not in values and order[u] < written[root] for u in node.users)
+            # What is read before the last write would be read as it is after it; and what is
+            # returned is new at every call.
+            early = _first_read(node, values, order) < written[root]
             if early or reaches_output(node):
                 changing.add(root)
     return values if len(changing) == known else None
+
+
+def _first_read(node: fx.Node, values: Collection[fx.Node], order: Mapping[fx.Node, int]) -> float:
+    """When a value is first read by what has none; never is infinity."""
+    return min((order[user] for user in node.users if user not in values), default=math.inf)
 
 
 def _value(

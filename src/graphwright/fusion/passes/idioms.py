@@ -77,14 +77,22 @@ def _eps_of_root(root: Any, wide: Any) -> float | None:
     given = arguments(mean)
     square, value = given["self"], value_of(mean)
     source = value_of(square)
+    if not _is_square(square) or inputs(square)[0] is not wide:
+        return None
     if value is None or source is None or not given["keepdim"] or given["dtype"] is not None:
         return None
     if list(given["dim"]) not in ([-1], [source.dim() - 1]):
         return None
-    by_power = is_op(square, aten.pow.Tensor_Scalar) and inputs(square)[1] == 2
-    by_product = is_op(square, aten.mul.Tensor) and inputs(square)[0] is inputs(square)[1]
-    squared = by_power or by_product or is_op(square, aten.square.default)
-    return eps if squared and inputs(square)[0] is wide else None
+    return eps
+
+
+def _is_square(node: Any) -> bool:
+    """Whether a node is the square of its first input."""
+    if is_op(node, aten.pow.Tensor_Scalar):
+        return bool(inputs(node)[1] == 2)
+    if is_op(node, aten.mul.Tensor):
+        return inputs(node)[0] is inputs(node)[1]
+    return is_op(node, aten.square.default)
 
 
 def _through_conversion(node: Any) -> Any:

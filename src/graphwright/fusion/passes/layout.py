@@ -163,9 +163,7 @@ def restored(
 
 def _copied(graph: fx.GraphModule, seen: _Strides) -> list[Change]:
     """Copy what lies in another way than eager's and shows; what is a view of that can wait."""
-    last = next(iter(reversed(graph.graph.nodes)))
-    unknown = [n for n in graph.graph.nodes if isinstance(n.target, Op) and not _is_known(n)]
-    wanting = {*seen.wants, *unknown, last}
+    wanting = _wanting(graph, seen)
     found: list[Change] = []
     later: set[fx.Node] = set()
     for source in list(graph.graph.nodes):
@@ -194,6 +192,13 @@ def _copied(graph: fx.GraphModule, seen: _Strides) -> list[Change]:
         for user in theirs:
             user.replace_input_with(source, new)
     return found
+
+
+def _wanting(graph: fx.GraphModule, seen: _Strides) -> set[fx.Node]:
+    """The nodes that want eager's layouts, or may: unknown operators, and the output."""
+    last = next(iter(reversed(graph.graph.nodes)))
+    unknown = [n for n in graph.graph.nodes if isinstance(n.target, Op) and not _is_known(n)]
+    return {*seen.wants, *unknown, last}
 
 
 def _pools_contiguous(node: fx.Node, expected: torch.Tensor) -> bool:

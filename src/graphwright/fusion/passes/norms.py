@@ -56,22 +56,16 @@ def _with_sum(
     if not _are_constants(graph, later, x.dtype):
         return None
     with graph.graph.inserting_before(total):
-        rows = [graph.graph.get_attr(n.target) for n in later]
-        for row, old in zip(rows, later, strict=True):
-            row.meta = dict(old.meta)
-        places = iter(rows)
-        at_hand = next(places) if weight is not None else None
-        if layer_norm is not None:
-            shift = next(places) if bias is not None else None
-            both = graph.graph.call_function(
-                torch.ops.graphwright.add_layer_norm.default,
-                (inputs(total)[0], inputs(total)[1], at_hand, shift, eps),
-            )
+        copies = {old: graph.graph.get_attr(old.target) for old in later}
+        for old, new in copies.items():
+            new.meta = dict(old.meta)
+        given = [*inputs(total), copies.get(weight)]
+        if layer_norm is None:
+            kind, op = "rms", torch.ops.graphwright.add_rms_norm.default
         else:
-            both = graph.graph.call_function(
-                torch.ops.graphwright.add_rms_norm.default,
-                (inputs(total)[0], inputs(total)[1], at_hand, eps),
-            )
+            kind, op = "layer", torch.ops.graphwright.add_layer_norm.default
+            given.append(copies.get(bias))
+        both = graph.graph.call_function(op, (*given, eps))
         norm = graph.graph.call_function(operator.getitem, (both, 0))
         sum_ = graph.graph.call_function(operator.getitem, (both, 1))
     norm.meta["val"], sum_.meta["val"] = node.meta["val"], total.meta["val"]
@@ -80,7 +74,7 @@ def _with_sum(
     graph.graph.erase_node(node)
     total.replace_all_uses_with(sum_)
     graph.graph.erase_node(total)
-    return Change(f"sum and {'layer' if layer_norm is not None else 'rms'} norm", names)
+    return Change(f"sum and {kind} norm", names)
 
 
 def _are_constants(graph: fx.GraphModule, rows: list[fx.Node], dtype: torch.dtype) -> bool:

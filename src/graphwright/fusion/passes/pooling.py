@@ -54,14 +54,10 @@ def _gates(graph: fx.GraphModule, device: torch.device) -> list[Change]:
 
 
 def _gated(graph: fx.GraphModule, node: fx.Node, x: Any, gate: Any) -> Change | None:
-    image, factor, result = value_of(x), value_of(gate), value_of(node)
-    if image is None or factor is None or result is None or only_user(gate) is not node:
+    image = value_of(x)
+    if image is None or only_user(gate) is not node or not is_op(gate, *_GATES):
         return None
-    if not is_op(gate, *_GATES) or image.dim() != 4 or not wants_channels_last(image):
-        return None
-    if factor.shape != (*image.shape[:2], 1, 1) or image.shape != result.shape:
-        return None
-    if not image.dtype == factor.dtype == result.dtype or not image.numel():
+    if not _is_factor_a_channel(image, value_of(gate), value_of(node)):
         return None
     source = inputs(gate)[0]
     gone, bias = [gate, node], None
@@ -75,6 +71,17 @@ def _gated(graph: fx.GraphModule, node: fx.Node, x: Any, gate: Any) -> Change | 
     replace(graph, node, torch.ops.graphwright.channel_gate.default, args)
     forget(graph, *reversed(gone))
     return Change("a factor a channel" + (" with its bias" if bias is not None else ""), names)
+
+
+def _is_factor_a_channel(
+    image: torch.Tensor, factor: torch.Tensor | None, result: torch.Tensor | None
+) -> bool:
+    """Whether an image in channels_last times a factor for each of its channels is a result."""
+    if factor is None or result is None or image.dim() != 4 or not wants_channels_last(image):
+        return False
+    if factor.shape != (*image.shape[:2], 1, 1) or image.shape != result.shape:
+        return False
+    return image.dtype == factor.dtype == result.dtype and image.numel() > 0
 
 
 def _pools(graph: fx.GraphModule, device: torch.device) -> list[Change]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 
 from ...errors import ExtensionError, first_line
 from .sources import OURS, REGISTRATION, Unit
@@ -62,6 +63,14 @@ def diagnosed(error: BaseException, unit: Unit, name: str) -> ExtensionError:
         )
     if function is not None:
         return _of_function(function, said, unit, name)
+    return _outside(found, error, unit, name)
+
+
+def _outside(
+    found: Sequence[tuple[str, int, str]], error: BaseException, unit: Unit, name: str
+) -> ExtensionError:
+    """An error in what the user passes beside the source, or includes."""
+    said = str(error)
     option = _COMPILER_OPTION.search(said)
     if option is not None:
         return ExtensionError(

@@ -249,16 +249,7 @@ def extension(
             f"{name} has no functions.",
             remedy="Name them: functions={'f': Function('(Tensor x) -> Tensor', fake=…)}.",
         )
-    known: dict[str, Function] = {}
-    for own, function in functions.items():
-        check_name(own, "a function")
-        known[own] = Function(function) if isinstance(function, str) else function
-        if not isinstance(known[own], Function):
-            raise OptionError(
-                f"functions[{own!r}] is {in_brief(function)}, neither a schema nor a Function.",
-                remedy="Write Function('(Tensor x) -> Tensor', fake=…).",
-            )
-        validate(known[own], own)
+    known = {own: _valid(own, function) for own, function in functions.items()}
     if cpp is None and cuda is None:
         raise OptionError(f"{name} has no source.", remedy="Pass cpp, cuda or both.")
     symbols = {own: function.symbol or own for own, function in known.items()}
@@ -276,6 +267,24 @@ def extension(
             )
     flags = Flags(tuple(cflags), tuple(cuda_cflags), tuple(ldflags))
     return _made(_Recipe(name, tuple(units), known, flags, verbose))
+
+
+def _valid(name: str, function: Any) -> Function:
+    """A function as it was given, or by its schema alone.
+
+    Raises:
+        ExtensionError: its parts do not belong together.
+        OptionError: it is none, or its name makes no sense.
+    """
+    check_name(name, "a function")
+    found = Function(function) if isinstance(function, str) else function
+    if not isinstance(found, Function):
+        raise OptionError(
+            f"functions[{name!r}] is {in_brief(function)}, neither a schema nor a Function.",
+            remedy="Write Function('(Tensor x) -> Tensor', fake=…).",
+        )
+    validate(found, name)
+    return found
 
 
 def _source_problem(name: str, source: Any) -> str | None:

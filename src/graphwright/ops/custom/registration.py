@@ -84,8 +84,12 @@ def validate(function: Function, name: str) -> None:
         )
     if function.fake is not None:
         _check_takes(function.fake, schema, name)
-    if function.backward is None:
-        return
+    if function.backward is not None:
+        _check_differentiable(schema, name)
+
+
+def _check_differentiable(schema: torch.FunctionSchema, name: str) -> None:
+    """Refuse a schema that PyTorch's autograd cannot follow."""
     if writes(schema):
         raise ExtensionError(
             f"{name} writes to an argument, and has a backward.",

@@ -275,38 +275,62 @@ def _launch_of(
     if len(launches) != 1 or not all(isinstance(each, torch.Tensor) for each in results):
         return None
     compiled, grid, given = launches[0]
+    binary, places = _binary(compiled), _places(args, results)
+    if binary is None or places is None or len(grid) != 1:
+        return None
+    arguments = _repeatable(compiled.src, given, places)
+    if arguments is None:
+        return None
+    layouts = tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
+    single = not isinstance(result, tuple)
+    launch = Launch(binary, grid[0], arguments, layouts, single)
+    return launch if launch.function(results[0].device) else None
+
+
+def _binary(compiled: Any) -> Binary | None:
+    """What Triton has compiled, if the driver alone can launch it."""
     facts = getattr(compiled, "metadata", None)  # The interpreter compiles nothing.
     code = getattr(compiled, "asm", {}).get("cubin")
-    if facts is None or code is None or len(grid) != 1 or facts.shared > _SHARED:
+    if facts is None or code is None or facts.shared > _SHARED:
         return None
     special = "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"
     if facts.num_ctas != 1 or any(getattr(facts, name, 0) for name in special):
         return None
-    places = {arg.data_ptr(): ("input", n) for n, arg in _tensors(args)}
+    return Binary(facts.name, code, facts.num_warps * 32, facts.shared)
+
+
+def _places(
+    args: Sequence[Any], results: Sequence[torch.Tensor]
+) -> dict[int, tuple[str, int]] | None:
+    """Where the memory of a call's tensors comes from; None if results have none of their own."""
+    found = {arg.data_ptr(): ("input", n) for n, arg in _tensors(args)}
     for n, each in enumerate(results):
         size = each.untyped_storage().nbytes()
         whole = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
-        if each.data_ptr() in places or size != whole.untyped_storage().nbytes():
+        if each.data_ptr() in found or size != whole.untyped_storage().nbytes():
             return None
-        places[each.data_ptr()] = ("result", n)
-    arguments = []
-    types = compiled.src.signature
-    for name, value in zip(compiled.src.fn.arg_names, given, strict=False):
-        if types[name] == "constexpr":
+        found[each.data_ptr()] = ("result", n)
+    return found
+
+
+def _repeatable(
+    source: Any, given: Sequence[Any], places: Mapping[int, tuple[str, int]]
+) -> tuple[tuple[str, Any], ...] | None:
+    """A kernel's arguments as places of tensors and as numbers; None if there are others."""
+    found: list[tuple[str, Any]] = []
+    for name, value in zip(source.fn.arg_names, given, strict=False):
+        kind = source.signature[name]
+        if kind == "constexpr":
             continue  # Triton has compiled it for this value.
         if isinstance(value, torch.Tensor):
             if value.data_ptr() not in places:
                 return None
-            arguments.append(places[value.data_ptr()])
-        elif types[name] in _NUMBERS:
-            arguments.append((types[name], value))
+            found.append(places[value.data_ptr()])
+        elif kind in _NUMBERS:
+            found.append((kind, value))
         else:
             return None
-    layouts = tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
-    binary = Binary(facts.name, code, facts.num_warps * 32, facts.shared)
-    single = not isinstance(result, tuple)
-    launch = Launch(binary, grid[0], tuple(arguments), layouts, single)
-    return launch if launch.function(results[0].device) else None
+    return tuple(found)
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -7,7 +7,7 @@ saved, or its node has died. `Replay` is the autograd node that a replayed forwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,15 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import CaptureError
-from ...graphs.memory import lock_of
+from ...graphs.conditions import THREAD
 from ...graphs.recorder import Recording
-from ...graphs.static_tensors import Geometry, StaticInputs, copy
+from ...graphs.static_tensors import CopyPlan, Geometry, StaticInputs, copy
 from .outputs import Outputs
 
 # Seconds that a backward waits for a capture on another thread.
 _PATIENCE_S = 60.0
-# Runs the forward. Returns its differentiable outputs, its lease, and the parameters and buffers
-# that the backward reads.
-Forward = Callable[[], tuple[Sequence[torch.Tensor], "Lease", Sequence[torch.Tensor]]]
+# The results of a forward, behind how the caller's are made of them.
+Answer = tuple[Outputs, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -46,30 +45,6 @@ class Backward:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class InputCopies:
-    """How arguments are copied into static inputs, and back if the call writes to them.
-
-    Attributes:
-        sources: positions of arguments that are copied in as bytes.
-        by_element: of those that are copied in element by element.
-        back: of those that are copied back as bytes.
-        back_by_element: of those that are copied back element by element.
-    """
-
-    sources: Sequence[int]
-    by_element: Sequence[int]
-    back: Sequence[int]
-    back_by_element: Sequence[int]
-
-    @classmethod
-    def of(cls, inputs: StaticInputs, mutated: Sequence[int]) -> InputCopies:
-        """The copies of a call that writes to the arguments at some positions."""
-        back = inputs.back(mutated)
-        by_element = [slot for slot in mutated if slot not in back]
-        return cls(inputs.sources, inputs.by_element, back, by_element)
-
-
 @dataclass(eq=False)
 class Activations:
     """A recorded forward with its backward, and the memory between them.
@@ -88,7 +63,7 @@ class Activations:
     """
 
     inputs: StaticInputs
-    copies: InputCopies
+    copies: CopyPlan
     outputs: Outputs
     forward: Recording | None
     backward: Backward | None
@@ -116,19 +91,13 @@ class Activations:
         self.forward.order()
         copies, results = self.copies, self.outputs.results
         targets = [torch.empty_like(base) for base in results.bases]
-        for slot in copies.by_element:
-            copy(leaves[slot], self.inputs.tensor(slot))
-        self.inputs.send(leaves)
-        self.forward.run(
-            [leaves[slot] for slot in copies.sources],
-            [*targets, *(leaves[slot] for slot in copies.back)],
-        )
-        for slot in copies.back:
-            # Autograd did not see this write: have it notice stale saved tensors.
-            torch.autograd.graph.increment_version(leaves[slot])
-        for slot in copies.back_by_element:
-            copy(self.inputs.tensor(slot), leaves[slot])
-        made: list[Any] = results.build(leaves, targets)
+        if self.inputs.hosts:
+            self.inputs.send(leaves)
+        if copies.is_simple:
+            self.forward.run([leaves[slot] for slot in copies.sources], targets)
+        else:
+            copies.run(self.forward, self.inputs, leaves, targets)
+        made: list[Any] = results.build(leaves, targets, apart=True)
         return made
 
     def recordings(self) -> list[Recording]:
@@ -157,12 +126,13 @@ class Lease:
         turn: the number of the forward.
     """
 
-    def __init__(self, pair: Any, activations: Activations) -> None:
-        """`pair` is kept alive, together with its graphs."""
+    def __init__(self, pair: Any, activations: Activations, lock: Any) -> None:
+        """`pair` is kept alive, together with its graphs; `lock` is that of its pool."""
         self.pair = pair
         self.activations = activations
         self.running = True
         self.turn = 0
+        self._lock = lock
         self._token: StorageWeakRef | None = None
 
     @property
@@ -179,6 +149,24 @@ class Lease:
         self._token = StorageWeakRef(made.untyped_storage())
         return made
 
+    def forward(self, leaves: Sequence[Any], answer: list[Answer]) -> list[torch.Tensor]:
+        """Run the forward; its differentiable outputs.
+
+        Args:
+            leaves: of the call's arguments.
+            answer: gets all its results, and how the caller's are made of them.
+        """
+        chosen = self.activations
+        with self._lock:
+            if chosen.forward is None or THREAD.depth:
+                self.pair.refuse_unready()
+            plan = chosen.outputs
+            made = chosen.run(leaves)
+            # Autograd did not see these writes: have it notice stale saved tensors.
+            torch.autograd.graph.increment_version(self.pair.written)
+            answer.append((plan, made))
+            return [made[place] for place in plan.differentiable]
+
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the forward's inputs; the caller owns them.
 
@@ -189,7 +177,7 @@ class Lease:
             CaptureError: another forward has used the memory, the graph is closed, or there is no
                 backward.
         """
-        lock = lock_of(self.pair.pool)
+        lock = self._lock
         # A capture on another thread may hold it and wait for this thread in turn.
         if not lock.acquire(timeout=_PATIENCE_S):
             raise CaptureError(
@@ -264,12 +252,19 @@ class Replay(torch.autograd.Function):
     """The autograd function of a graphed callable: both passes are replays."""
 
     @staticmethod
-    def forward(ctx: Any, run: Forward, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the forward; `tensors` are those that gradients are computed for."""
-        outputs, ctx.lease, saved = run()
+    def forward(
+        ctx: Any,
+        lease: Lease,
+        leaves: Sequence[Any],
+        answer: list[Answer],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the forward as `Lease.forward`; `tensors` get gradients."""
+        outputs = lease.forward(leaves, answer)
+        ctx.lease = lease
         # Autograd then notices if these are written to before the backward. Without any saved
         # tensor it would not notice a second backward.
-        ctx.save_for_backward(*saved, ctx.lease.token())
+        ctx.save_for_backward(*lease.activations.saved, lease.token())
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
@@ -288,7 +283,7 @@ class Replay(torch.autograd.Function):
                 remedy="Ask for them one by one, or call the callable without graphs for this.",
             )
         _ = ctx.saved_tensors
-        return None, *ctx.lease.backward(grads)
+        return None, None, None, *ctx.lease.backward(grads)
 
 
 def _is_batched(grad: torch.Tensor) -> bool:

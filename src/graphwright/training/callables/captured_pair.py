@@ -10,7 +10,6 @@ use the memory of activations, and is silently wrong in any order but that of th
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -50,9 +49,8 @@ from ...graphs.recorder import Interrupted
 from ...graphs.static_tensors import hosts_among
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
-from .activations import Activations, Lease, Replay
+from .activations import Activations, Answer, Lease, Replay
 from .forward_backward import Passes
-from .outputs import Outputs
 from .pair_recorder import PairRecorder
 from .set_limit import Refusal, SetLimit
 
@@ -68,6 +66,7 @@ class CapturedPair(Graph):
     Attributes:
         signature: the call's.
         grad: whether gradients were on.
+        written: parameters and buffers that it writes to.
         no_backward: why there is no backward although results are differentiable; else None.
     """
 
@@ -106,7 +105,7 @@ class CapturedPair(Graph):
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
         self._sets: list[Activations] = []
-        self._limit = SetLimit(sets)
+        self._limit = SetLimit(sets, pool)
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
         self._device = device_of(args, kwargs, owner, pool)
@@ -123,12 +122,12 @@ class CapturedPair(Graph):
         super().__init__(pool, name_of(named, self._sample))
         self._owner = owner
         self._runs = warmup
-        self._parameters: list[torch.Tensor] = []
+        self._watched: list[torch.Tensor] = []
         self._trained: list[bool] = []
         self._warmed: Warmed | None = None
         self._watch: ModuleWatch | None = None
         self._outside: set[int] = set()
-        self._written: list[torch.Tensor] = []
+        self.written: list[torch.Tensor] = []
 
     @property
     def no_backward(self) -> str | None:
@@ -138,6 +137,10 @@ class CapturedPair(Graph):
     def in_use(self) -> bool:
         """Whether a backward may still come."""
         return not all(chosen.free for chosen in self._sets)
+
+    def refuse_unready(self) -> None:
+        """Raise what is wrong, if it cannot be replayed now."""
+        self._ready()
 
     def replay(self) -> None:
         """Raise CaptureError: a pair is called, not replayed."""
@@ -153,12 +156,12 @@ class CapturedPair(Graph):
             self._watch.join(self._parts)
         self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
         known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
-        self._parameters = list(known.values())
-        self._trained = [p.requires_grad for p in self._parameters]
+        self._watched = list(known.values())
+        self._trained = [p.requires_grad for p in self._watched]
         assert self._warmed is not None
         announced = self._warmed.announced
-        tensors = (*self._parameters, *self._owner.buffers())
-        self._written = [t for t in tensors if t.untyped_storage()._cdata in announced]
+        tensors = (*self._watched, *self._owner.buffers())
+        self.written = [t for t in tensors if t.untyped_storage()._cdata in announced]
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -167,9 +170,9 @@ class CapturedPair(Graph):
 
     def also_watch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Fit calls only while `requires_grad` of these tensors is what it is now."""
-        known = {id(parameter) for parameter in self._parameters}
+        known = {id(parameter) for parameter in self._watched}
         new = [tensor for tensor in tensors if id(tensor) not in known]
-        self._parameters += new
+        self._watched += new
         self._trained += [tensor.requires_grad for tensor in new]
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
@@ -181,7 +184,7 @@ class CapturedPair(Graph):
         assert watch is not None
         return (
             self.signature.fits(args, kwargs)
-            and [p.requires_grad for p in self._parameters] == self._trained
+            and [p.requires_grad for p in self._watched] == self._trained
             and watch.changed() is None
         )
 
@@ -295,7 +298,7 @@ class CapturedPair(Graph):
 
     def why_no_more_sets(self) -> Refusal | None:
         """Why no set may be added now; None if one may."""
-        return self._limit.why_not(len(self._sets), self.pool._version)
+        return self._limit.why_not(len(self._sets))
 
     def reserve_garbage(self) -> Lease | None:
         """A set that waits only since a cycle holds outputs that were dropped.
@@ -329,7 +332,7 @@ class CapturedPair(Graph):
 
     def refuse_sets(self, error: GraphwrightError) -> Refusal:
         """Add no set from now on, since that has failed; try again if there may be more room."""
-        return self._limit.refuse(error, self.pool._version)
+        return self._limit.refuse(error)
 
     def _add_set(self, sample: Sequence[Any]) -> None:
         assert self._warmed is not None
@@ -372,7 +375,7 @@ class CapturedPair(Graph):
         with self._lock:
             for chosen in self._sets:
                 if chosen.free:
-                    lease = Lease(self, chosen)
+                    lease = Lease(self, chosen, self._lock)
                     chosen.begin(lease)
                     return lease
         return None
@@ -384,34 +387,19 @@ class CapturedPair(Graph):
             if self._warmed is not None and self._warmed.mutates:
                 self._check_overlap(leaves)
             passes = self._passes
-            answer: list[tuple[Outputs, list[Any]]] = []
-            run = functools.partial(self._run, lease, leaves, answer)
+            # `Replay` must not hold its own outputs: the node would keep itself alive.
+            answer: list[Answer] = []
             if torch.is_grad_enabled() and passes.differentiable:
                 given = [leaves[slot] for slot in passes.wanted]
-                # `Replay` must not hold its own outputs: the node would keep itself alive.
-                outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
+                outputs = Replay.apply(lease, leaves, answer, *given, *passes.trained)  # type: ignore[no-untyped-call]
             else:
                 outputs = None
                 with torch.no_grad():
-                    run()
+                    lease.forward(leaves, answer)
             plan, made = answer[0]
             return plan.finish(made, outputs)
         finally:
             lease.running = False
-
-    def _run(
-        self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]
-    ) -> tuple[list[torch.Tensor], Lease, Sequence[torch.Tensor]]:
-        """Run a forward; `answer` gets its results, and how the caller's are made of them."""
-        with self._lock:
-            self._ready()
-            chosen = lease.activations
-            plan = chosen.outputs
-            made = chosen.run(leaves)
-            # Autograd did not see these writes: have it notice stale saved tensors.
-            torch.autograd.graph.increment_version(self._written)
-            answer.append((plan, made))
-            return [made[p] for p in plan.differentiable], lease, chosen.saved
 
     def _check_overlap(self, leaves: Sequence[Any]) -> None:
         """Refuse arguments in memory that a call which writes uses by itself."""

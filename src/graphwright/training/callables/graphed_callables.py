@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args, overload
 import torch
 from torch import nn
 
-from ...calls.introspection import StandIn
+from ...calls.introspection import StandIn, original_of
 from ...calls.modules import FunctionModule
 from ...calls.options import (
     args_problem,
@@ -205,7 +205,7 @@ def _inside(fn: Any) -> Any:
                 f"make_graphed_callables() got a {type(fn).__name__}, which is for inference",
                 "Pass the model itself.",
             )
-        fn = fn._graphwright_stands_for
+        fn = original_of(fn)
         fn = fn.function_of() if isinstance(fn, FunctionModule) else fn
     return fn
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import warnings
+import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,21 +17,22 @@ from ...calls.binding import sees_order
 from ...calls.introspection import FunctionStandIn
 from ...calls.modes import opaque
 from ...calls.modules import FunctionModule, forward_of_class
-from ...calls.signature import CallSignature, inside_transform
+from ...calls.signature import CallSignature, inside_transform, under_hooks_for_saved_tensors
 from ...calls.watch import ModuleWatch
 from ...dispatch.decision import (
     CAPTURED,
-    NOT_YET,
     TRANSFORMED,
     UNCAPTURED,
     UNDER_HOOKS,
     UNFITTING,
-    UNPAID,
+    Miss,
 )
+from ...dispatch.fallback import Fallback, Words
 from ...dispatch.graphed_callable import OnMiss
-from ...errors import GraphwrightError, SignatureError, in_a_row, levels_above
-from ...graphs.capture_budget import Looks, now
-from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
+from ...dispatch.waiting import WaitingCalls
+from ...errors import GraphwrightError, SignatureError, in_a_row
+from ...graphs import capture_budget
+from ...graphs.conditions import THREAD
 from ...graphs.memory import MemoryPool, budget_of, lock_of
 from ...graphs.turns import turns_of
 from .activations import Lease
@@ -41,8 +43,6 @@ from .set_limit import Refusal
 _MAX_PAIRS = 32
 # Calls without graphs that are remembered, with the state of the module, in case they come back.
 _MAX_SEEN = 16
-# New kinds of such calls in a row, of which none comes back, before a caller is told.
-_MANY_NEW = 16
 
 
 @dataclass
@@ -119,18 +119,21 @@ class GraphedForward(FunctionStandIn):
         self._sets = sets
         self._on_miss = on_miss
         self._pairs: list[CapturedPair] = []  # most recently used first
-        self._refused: list[tuple[CallSignature, bool]] = []
-        self._warned: set[str] = set()
+        self._refused: list[tuple[CallSignature, bool, Miss]] = []
+        self._fallback = Fallback(self._words, on_miss, self._count_eager)
         self._ever_trained: list[torch.Tensor] = []
-        self._begin_anew()
+        self._waiting = WaitingCalls()
+        self._seen: list[_Seen] = []  # most recently seen first
         self._look_like(self.original)
 
-    def _begin_anew(self) -> None:
-        """Forget which calls have had no graph."""
-        self._seen: list[_Seen] = []  # most recently seen first
-        self._looks = Looks()
-        self._rests_for = NOT_YET
-        self._new_kinds = 0
+    def _words(self) -> Words:
+        """How it is said that no graph answers a call."""
+        name, remedy = repr(self), "Use on_miss='capture' or on_miss='eager'."
+        counted, refused = "Its statistics count them.", f"No graph of {name} fits this call"
+        return Words(name, counted, refused, remedy)
+
+    def _count_eager(self, reason: str) -> None:
+        self.statistics.eager[reason] += 1
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -153,47 +156,60 @@ class GraphedForward(FunctionStandIn):
         """
         why = self._why_original()
         if why is not None:
-            self.statistics.eager[why] += 1
+            self._fallback.count(why)
             return self._call_original(args, kwargs)
-        began = now()
-        if began < self._looks.until_s:
-            self.statistics.eager[self._rests_for] += 1
+        began, looks = capture_budget.CLOCK(), self._waiting.looks
+        if began < looks.until_s:
+            self._fallback.count(self._waiting.resting.category)
             return self._call_original(args, kwargs)
         with self._lock:
             pair = self._find(args, kwargs)
             lease = None if pair is None else pair.reserve()
         if pair is None:
-            if self._on_miss != "capture":
-                return self._answer_miss(args, kwargs)
-            if self._was_refused(args, kwargs):
-                self.statistics.eager[UNCAPTURED] += 1
-                return self._call_original(args, kwargs)
-            try:
-                pair = self._capture_in_budget(args, kwargs, began)
-            except GraphwrightError as error:
-                return self._give_up(args, kwargs, error)
-            if pair is None:
-                return self._call_original(args, kwargs)
-            lease = pair.reserve()
-        if self._looks.in_vain:
-            self._looks.found()
+            made = self._made_for(args, kwargs, began)
+            if isinstance(made, Miss):
+                return self._missed(made, args, kwargs)
+            pair, lease = made, made.reserve()
+        if looks.in_vain:
+            looks.found()
         if lease is None:
             found = self._another_set(pair, args, kwargs)
             if isinstance(found, Refusal):
-                return self._call_without_set(found, args, kwargs)
+                return self._missed(Miss(found.reason, found.advice), args, kwargs)
             lease = found
         result = lease.pair.call(lease, args, kwargs)
         self.statistics.replays += 1
         return result
 
-    def _capture_in_budget(self, args: Any, kwargs: Any, began: float) -> CapturedPair | None:
-        """Capture a call that no graph fits, which was looked for since `began`, if allowed."""
+    def _made_for(self, args: Any, kwargs: Any, began: float) -> CapturedPair | Miss:
+        """New graphs for a call that none fit, which were looked for since `began`; or why not."""
+        if self._on_miss != "capture":
+            why = self._difference(args, kwargs)
+            self._fallback.refuse(why)
+            return Miss(UNFITTING, why)
+        for signature, grad, refused in self._refused:
+            if grad is torch.is_grad_enabled() and signature.fits(args, kwargs):
+                return refused
         is_new, comes_back = self._sight(args, kwargs)
-        with budget_of(self.pool).capture(self._answered, comes_back=comes_back) as capture:
-            if capture.allowed:
-                return self._capture(args, kwargs)
-        self._postpone(args, kwargs, now() - began, is_new=is_new)
-        return None
+        try:
+            with budget_of(self.pool).capture(self._answered, comes_back=comes_back) as capture:
+                if capture.allowed:
+                    return self._capture(args, kwargs)
+        except GraphwrightError as error:
+            return Miss(UNCAPTURED, in_a_row(error), after_capture=True)
+        unpaid = functools.partial(self._why_unpaid, args, kwargs)
+        seconds = capture_budget.now() - began
+        return self._waiting.postpone(None, seconds, unpaid, is_new=is_new, no_room=False)
+
+    def _missed(self, missed: Miss, args: Any, kwargs: Any) -> Any:
+        """Run a call that no graph answers; if that works, count it, and tell of its kind once."""
+        result = self._call_original(args, kwargs)
+        if missed.after_capture:
+            self._refuse(args, kwargs, missed)
+        self._fallback.last = missed.reason or self._fallback.last
+        self._fallback.count(missed.category)
+        self._fallback.tell(missed.category, missed.reason)
+        return result
 
     def _answered(self) -> int:
         """How many calls graphs have answered."""
@@ -214,7 +230,8 @@ class GraphedForward(FunctionStandIn):
                 seen.calls = calls
                 comes_back = others and not seen.graph and len(self._pairs) < _MAX_PAIRS
                 if comes_back:
-                    seen.graph, self._new_kinds = True, 0
+                    seen.graph = True
+                    self._waiting.came_back()
                 return False, comes_back
         try:
             any_order = not sees_order(self.original)
@@ -238,28 +255,13 @@ class GraphedForward(FunctionStandIn):
             held = held.union(*([id(t) for t in pair.trained] for pair in self._pairs))
             self._ever_trained = [t for t in self._ever_trained if id(t) in held]
 
-    def _postpone(self, args: Any, kwargs: Any, seconds: float, *, is_new: bool) -> None:
-        """Count a call that the budget for captures leaves no graph for; tell where it never ends.
-
-        Args:
-            args: of the call.
-            kwargs: likewise.
-            seconds: that it took to find out.
-            is_new: whether no such call was seen before with the module as it is.
-        """
-        self._looks.failed(seconds, is_new=is_new)
-        self._new_kinds += is_new
-        self._rests_for = UNPAID if self._new_kinds > _MANY_NEW else NOT_YET
-        self.statistics.eager[self._rests_for] += 1
-        if self._rests_for == UNPAID and UNPAID not in self._warned:
-            self._warned.add(UNPAID)
-            warnings.warn(
-                f"{self!r} runs calls without graphs, since {UNPAID}: most calls are of another "
-                f"kind than those before, or find the module changed "
-                f"({self._difference(args, kwargs)}). Keep it as it is between calls; pass what "
-                "changes as a tensor, and change weights in place.",
-                stacklevel=levels_above(),
-            )
+    def _why_unpaid(self, args: Any, kwargs: Any) -> tuple[str, str]:
+        """What keeps captures from paying off: a cause, and the reason with what to do."""
+        return "other kinds", (
+            "most calls are of another kind than those before, or find the module changed "
+            f"({self._difference(args, kwargs)}); keep it as it is between calls, pass what "
+            "changes as a tensor, and change weights in place"
+        )
 
     def _another_set(self, pair: CapturedPair, args: Any, kwargs: Any) -> Lease | Refusal:
         """A set of activations for a forward that found all of them waiting for their backwards."""
@@ -291,17 +293,6 @@ class GraphedForward(FunctionStandIn):
             lease = pair.reserve()
         assert lease is not None  # The lock is held.
         return lease
-
-    def _call_without_set(self, why: Refusal, args: Any, kwargs: Any) -> Any:
-        """Run a forward for which there is no set of activations; the first time, warn."""
-        result = self._call_original(args, kwargs)
-        self.statistics.eager[why.reason] += 1
-        if why.reason not in self._warned:
-            self._warned.add(why.reason)
-            warnings.warn(
-                f"{self!r} runs a forward without graphs: {why.advice}", stacklevel=levels_above()
-            )
-        return result
 
     def _find(self, args: Any, kwargs: Any) -> CapturedPair | None:
         for index, pair in enumerate(self._pairs):
@@ -342,7 +333,8 @@ class GraphedForward(FunctionStandIn):
         for pair in self._pairs:
             pair.close()
         self._pairs = []
-        self._begin_anew()
+        self._seen = []
+        self._waiting.begin_anew()
         budget_of(self.pool).renew()
 
     def __repr__(self) -> str:
@@ -363,7 +355,7 @@ class GraphedForward(FunctionStandIn):
             return f"the module is in {'training' if self._module.training else 'eval'} mode"
         device = self.pool.device
         on_cuda = device is not None and device.type == "cuda"
-        if capturing_now() or (on_cuda and torch.cuda.is_current_stream_capturing()):
+        if THREAD.depth or (on_cuda and torch.cuda.is_current_stream_capturing()):
             return CAPTURED
         if id(self.pool) in BUSY:
             # This may be autograd's thread, in a backward that the capture waits for.
@@ -399,15 +391,6 @@ class GraphedForward(FunctionStandIn):
         self.add(pair)
         return pair
 
-    def _answer_miss(self, args: Any, kwargs: Any) -> Any:
-        if self._on_miss == "error":
-            raise SignatureError(
-                f"The call is of another kind than was captured: {self._difference(args, kwargs)}.",
-                remedy="Use on_miss='capture' or on_miss='eager'.",
-            )
-        self.statistics.eager[UNFITTING] += 1
-        return self._call_original(args, kwargs)
-
     def _call_original(self, args: Any, kwargs: Any) -> Any:
         with self._turns.calling():
             return self.original(*args, **kwargs)
@@ -418,25 +401,13 @@ class GraphedForward(FunctionStandIn):
             return found or "gradients are on or off, or needed for other parameters"
         return "nothing is captured"
 
-    def _was_refused(self, args: Any, kwargs: Any) -> bool:
-        grad = torch.is_grad_enabled()
-        return any(was is grad and each.fits(args, kwargs) for each, was in self._refused)
-
-    def _give_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
-        """Run a call that cannot be captured; if that works, warn once that it has no graph."""
-        result = self._call_original(args, kwargs)
-        self.statistics.eager[UNCAPTURED] += 1
-        try:
+    def _refuse(self, args: Any, kwargs: Any, missed: Miss) -> None:
+        """Have calls like one that cannot be captured be eager from now on."""
+        with contextlib.suppress(SignatureError):
             any_order = not sees_order(self.original)
             signature = CallSignature.of(args, kwargs, any_order=any_order)
-        except SignatureError:
-            signature = None
-        if signature is not None:
-            self._refused = [*self._refused[-_MAX_PAIRS:], (signature, torch.is_grad_enabled())]
-        warnings.warn(
-            f"{self!r} runs a call without graphs: {in_a_row(error)}", stacklevel=levels_above()
-        )
-        return result
+            refused = signature, torch.is_grad_enabled(), replace(missed, after_capture=False)
+            self._refused = [*self._refused[-_MAX_PAIRS:], refused]
 
 
 def _itself(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from ...errors import CaptureError
 from ...graphs.memory import MemoryPool, retire, shared_bytes
 from ...graphs.recorder import Recorder, SegmentRecorder
-from ...graphs.static_tensors import Geometry, StaticInputs, byte_view, is_dense
+from ...graphs.static_tensors import CopyPlan, Geometry, StaticInputs, byte_view, is_dense
 from ...graphs.warmup import Warmed
-from .activations import Activations, Backward, InputCopies
+from .activations import Activations, Backward
 from .forward_backward import MemoryObserver, Passes
 from .outputs import Outputs
 
@@ -71,7 +71,7 @@ class PairRecorder:
         self, inputs: StaticInputs, known: set[int], segments: list[SegmentRecorder]
     ) -> Activations:
         known |= {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
-        copies = InputCopies.of(inputs, self._warmed.mutated)
+        copies = CopyPlan.of(inputs, self._warmed.mutated, fresh=True)
         feeds = [byte_view(inputs.tensor(slot)) for slot in copies.sources]
         memory = MemoryObserver()
         with self._recorder.segment(feeds, self._warmed.generators) as segment:

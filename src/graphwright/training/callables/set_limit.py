@@ -8,6 +8,7 @@ import torch
 
 from ...calls.plurals import counted
 from ...errors import GraphwrightError, MemoryBudgetExceeded
+from ...graphs.memory import MemoryPool, closings_of
 
 
 class Refusal(NamedTuple):
@@ -34,22 +35,20 @@ class SetLimit:
 
     Args:
         most: how many sets there may be.
+        pool: where they are.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, pool: MemoryPool) -> None:
         self._most = most
+        self._pool = pool
         # How often all sets were found waiting since a cycle of garbage was last the cause.
         self._found_waiting = 0
-        # Why the last try to add a set failed, and the pool's version then if room might help.
+        # Why the last try to add a set failed; if room might help, how many graphs of the pool
+        # were closed by then.
         self._refused: tuple[Refusal, int | None] | None = None
 
-    def why_not(self, count: int, version: int) -> Refusal | None:
-        """Why no set may be added now; None if one may.
-
-        Args:
-            count: how many sets there are.
-            version: of the pool: another one whenever there may be more room.
-        """
+    def why_not(self, count: int) -> Refusal | None:
+        """Why no set may be added now to so many; None if one may."""
         if count >= self._most:
             return Refusal(
                 "all activation sets wait for their backwards",
@@ -59,17 +58,17 @@ class SetLimit:
             )
         if torch._C._current_graph_task_id() != -1:
             return _IN_BACKWARD
-        if self._refused is not None and self._refused[1] in (None, version):
+        if self._refused is not None and self._refused[1] in (None, closings_of(self._pool)):
             return self._refused[0]
         return None
 
-    def refuse(self, error: GraphwrightError, version: int) -> Refusal:
+    def refuse(self, error: GraphwrightError) -> Refusal:
         """Add no set from now on, since that has failed; try again if there may be more room."""
         room = isinstance(error, MemoryBudgetExceeded)
         what = "does not fit under the pool's limit" if room else "could not be captured"
         reason = f"another activation set {what}"
         refusal = Refusal(reason, f"all of them wait for their backwards, and {reason}. {error}")
-        self._refused = refusal, version if room else None
+        self._refused = refusal, closings_of(self._pool) if room else None
         return refusal
 
     def is_worth_a_look(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,18 +26,18 @@ from ...calls.options import (
     refuse,
 )
 from ...calls.plurals import counted
-from ...calls.signature import CallSignature, inside_transform
+from ...calls.signature import CallSignature, inside_transform, under_hooks_for_saved_tensors
 from ...calls.split import Args, Kwargs, require_grad, tensors_of
 from ...dispatch.decision import CAPTURED, CLOSED, UNCAPTURED, UNDER_HOOKS, UNFITTING, UNPAID
+from ...dispatch.fallback import Fallback, Words
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
     SignatureError,
     in_a_row,
     in_words,
-    levels_above,
 )
-from ...graphs.conditions import capturing_now, only_for_inference, under_hooks_for_saved_tensors
+from ...graphs.conditions import capturing_now, only_for_inference
 from ...graphs.graph import GraphState
 from ...graphs.memory import (
     MemoryPool,
@@ -143,13 +142,11 @@ class GraphedStep(RunsStep):
         self._lock, self._budget = lock_of(pool), budget_of(pool)
         self._step = step
         self._scheduler = scheduler
-        self._on_miss = on_miss
         self._max_graphs = max_graphs
         self._warmup = warmup
         self._statistics = StepStatistics()
         self._graphs: list[CapturedStep] = []  # most recently used first
-        self._warned: set[str] = set()
-        self._last_miss = ""
+        self._fallback = Fallback(self._words, on_miss, self._count_eager)
         self._options: list[Any] = []  # those of the optimizers when no graph fitted last
         self._seen: list[_Seen] = []  # most recently seen first
         self._captured: list[CallSignature] = []  # signatures that had a graph
@@ -163,6 +160,19 @@ class GraphedStep(RunsStep):
             )
         with torch.inference_mode(False):
             self._capture(sample, {})
+
+    def _words(self) -> Words:
+        """How it is said that no graph answers a step."""
+        name = name_of_step(self._step)
+        return Words(
+            f"The step {name}",
+            "Its statistics and explain() count them.",
+            f"No graph of {name} fits this step",
+            "Make one for this batch with graph_step(), or allow on_miss='capture'.",
+        )
+
+    def _count_eager(self, reason: str) -> None:
+        self._statistics.eager[reason] += 1
 
     @property
     def _graphwright_step(self) -> Callable[..., Any]:
@@ -210,8 +220,8 @@ class GraphedStep(RunsStep):
         lines += [
             f"{counted(count, 'step')} eager: {why}" for why, count in now.eager.most_common()
         ]
-        if self._last_miss:
-            lines.append(f"last miss: {self._last_miss}")
+        if self._fallback.last:
+            lines.append(f"last miss: {self._fallback.last}")
         return "\n".join(lines)
 
     def release(self) -> None:
@@ -249,20 +259,9 @@ class GraphedStep(RunsStep):
     # A step.
 
     def _answer(self, args: Args, kwargs: Kwargs, *, again: bool = False) -> Any:
-        if self._closed or self.pool.closed:
-            return self._run_eagerly(CLOSED, args, kwargs)
-        if only_for_inference() or (inside_transform() and not capturing_now()):
-            raise CaptureError(
-                f"The training step {name_of_step(self._step)} is part of a call that is captured, "
-                "fused, tuned, traced or transformed for inference.",
-                remedy="Call the step where that call is made.",
-            )
-        if capturing_now():
-            return self._run_eagerly(CAPTURED, args, kwargs)
-        if under_hooks_for_saved_tensors():
-            return self._run_eagerly(UNDER_HOOKS, args, kwargs)
-        if torch.is_anomaly_enabled():  # It looks at each gradient on the host.
-            return self._run_eagerly("under anomaly detection", args, kwargs)
+        why_eager = self._why_eager()
+        if why_eager is not None:
+            return self._run_eagerly(why_eager, args, kwargs)
         if self._graphs:
             order(self.pool)  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)
@@ -288,6 +287,27 @@ class GraphedStep(RunsStep):
             )
         self._statistics.replays += 1
         return result
+
+    def _why_eager(self) -> str | None:
+        """Why a step is eager whatever its batch is; None if a graph may answer it.
+
+        Raises:
+            CaptureError: it is part of what may not train.
+        """
+        if self._closed or self.pool.closed:
+            return CLOSED
+        if only_for_inference() or (inside_transform() and not capturing_now()):
+            raise CaptureError(
+                f"The training step {name_of_step(self._step)} is part of a call that is captured, "
+                "fused, tuned, traced or transformed for inference.",
+                remedy="Call the step where that call is made.",
+            )
+        if capturing_now():
+            return CAPTURED
+        if under_hooks_for_saved_tensors():
+            return UNDER_HOOKS
+        # It looks at each gradient on the host.
+        return "under anomaly detection" if torch.is_anomaly_enabled() else None
 
     def _answer_without(
         self, graph: CapturedStep, args: Args, kwargs: Kwargs, *, again: bool
@@ -345,7 +365,7 @@ class GraphedStep(RunsStep):
         why = self._difference(args, kwargs)
         changed = list(self._graphs[0].settings.differences()) if self._graphs else []
         followed = self._drop_stale(changed)
-        if self._on_miss != "capture" and not self._had_graph(args, kwargs):
+        if self._fallback.on_miss != "capture" and not self._had_graph(args, kwargs):
             return None, UNFITTING, why
         if not self._has_room():
             return None, f"max_graphs={self._max_graphs} allows no more graphs", why
@@ -414,24 +434,14 @@ class GraphedStep(RunsStep):
         return False
 
     def _fall_back(self, reason: str, why: str, args: Args, kwargs: Kwargs) -> Any:
-        self._last_miss = why
-        if self._on_miss == "error":
-            raise SignatureError(
-                f"No graph of {name_of_step(self._step)} fits this step: {why}",
-                remedy="Make one for this batch with graph_step(), or allow on_miss='capture'.",
-            )
+        self._fallback.last = why
+        self._fallback.refuse(why)
         result = self._run_eagerly(reason, args, kwargs)
-        if self._on_miss == "capture" and reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(
-                f"A step runs eagerly, since {reason}: {why}",
-                RuntimeWarning,
-                stacklevel=levels_above(),
-            )
+        self._fallback.tell(reason, why, kind=reason)
         return result
 
     def _run_eagerly(self, reason: str, args: Args, kwargs: Kwargs) -> Any:
-        self._statistics.eager[reason] += 1
+        self._fallback.count(reason)
         return run_detached(self._step, args, kwargs)
 
     # A capture.

@@ -216,9 +216,7 @@ class Settings:
         self._numbers = [number for number in numbers if number.in_tensors]
         self._values = [number.value for number in self._numbers]
         in_tensors |= {(id(number.group), number.key) for number in self._numbers}
-        self._groups = [
-            (o, [list(map(id, group["params"])) for group in o.param_groups]) for o in optimizers
-        ]
+        self._groups = [(optimizer, _parameters_of(optimizer)) for optimizer in optimizers]
         self._scaler = scaler
         self._factors = _factors(scaler)
         self._held: list[tuple[Optimizer, int, frozenset[str], list[tuple[str, Any]]]] = []
@@ -239,7 +237,7 @@ class Settings:
     def differences(self) -> Iterator[tuple[Any, int, str]]:
         """All options that have changed, as `difference` tells one."""
         for optimizer, groups in self._groups:
-            if [list(map(id, group["params"])) for group in optimizer.param_groups] != groups:
+            if _parameters_of(optimizer) != groups:
                 yield optimizer, 0, "params"
                 return
         for optimizer, index, keys, held in self._held:
@@ -261,6 +259,11 @@ class Settings:
                     self._values[position] = now
         if _factors(self._scaler) != self._factors:
             yield self._scaler, 0, "growth"
+
+
+def _parameters_of(optimizer: Optimizer) -> list[list[int]]:
+    """The identities of an optimizer's parameters, by group."""
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _once(optimizers: Sequence[Optimizer]) -> list[Optimizer]:

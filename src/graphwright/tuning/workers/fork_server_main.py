@@ -166,8 +166,7 @@ def serve(channel: socket.socket, task_handle: int, exchange: int) -> None:
             task: Task = torch.load(readable, weights_only=False)
             publish_globals()
         task.settings.apply()
-        mode = torch.inference_mode if task.settings.inference else contextlib.nullcontext
-        with mode():
+        with task.settings.inference_mode():
             evaluator = task.evaluator()
             why = evaluator.disagreement()
             baseline = None if why is not None else Baseline(evaluator)
@@ -178,7 +177,7 @@ def serve(channel: socket.socket, task_handle: int, exchange: int) -> None:
         return
     say("loaded")
     shared = None
-    with mode():
+    with task.settings.inference_mode():
         while channel.recv(1):
             try:
                 order = Order.from_bytes(os.pread(exchange, os.fstat(exchange).st_size, 0))

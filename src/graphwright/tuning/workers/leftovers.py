@@ -21,7 +21,7 @@ from ...evaluation.measurement import MemoryMeter
 from ...report.table import memory
 from ..trial import CandidateEvaluator
 from .process import children_of, resident_bytes
-from .settings import Settings
+from .settings import ProcessSettings
 
 # Bytes that may stay: compilers keep modules and caches, and cuBLAS a workspace for each stream.
 HOST_TOLERANCE = 512 << 20
@@ -44,8 +44,8 @@ class Baseline:
 
     - every bit of the model's weights and buffers, whether weights require gradients, and what
       eager makes of the samples, which also shows that the device can be used;
-    - settings: those of `Settings` (gradients, inference mode, every switch of `switches.TABLE`,
-      options of compilers), modes on PyTorch's stacks, hooks of all modules,
+    - settings: those of `ProcessSettings` (gradients, inference mode, every switch of
+      `switches.TABLE`, options of compilers), modes on PyTorch's stacks, hooks of all modules,
       fusers of TorchScript, the CUDA device and stream, the garbage collector, the working
       directory, and environment variables but for those of compilers;
     - the functions of torch, torch.Tensor, torch.nn.functional and nn.Module, and each layer's
@@ -65,7 +65,7 @@ class Baseline:
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
-        self._settings = Settings.current()
+        self._settings = ProcessSettings.current()
         self._state = _state(evaluator)
         self._options = _options()
         self._functions = _functions()
@@ -92,15 +92,31 @@ class Baseline:
     def _differences(self, holds_build: bool) -> Iterator[str]:
         if not holds_build:
             _let_compilers_forget()
-        in_use = MemoryMeter(self._evaluator.device).kept()
+        in_use = MemoryMeter(self._evaluator.device).kept()  # It collects garbage first.
         if not holds_build:
-            kept = resident_bytes(os.getpid()) - self._host_bytes
-            if kept > HOST_TOLERANCE:
-                yield f"{memory(kept)} of host memory are kept"
-            kept = in_use - self._device_bytes
-            if self._evaluator.device.type == "cuda" and kept > DEVICE_TOLERANCE:
-                yield f"{memory(kept)} of the GPU's memory are kept"
-        names = _other(self._settings, Settings.current())
+            yield from self._kept_memory(in_use)
+        yield from self._changed()
+        yield from self._left_running()
+        weight = self._evaluator.samples[0].reference.state.changed()
+        if weight is not None:
+            yield f"{weight} was changed"
+        why = self._evaluator.disagreement()
+        if why is not None:
+            yield f"eager differs: {why}"
+        if _is_at_work():
+            yield "a thread is at work"
+
+    def _kept_memory(self, in_use: int) -> Iterator[str]:
+        kept = resident_bytes(os.getpid()) - self._host_bytes
+        if kept > HOST_TOLERANCE:
+            yield f"{memory(kept)} of host memory are kept"
+        kept = in_use - self._device_bytes
+        if self._evaluator.device.type == "cuda" and kept > DEVICE_TOLERANCE:
+            yield f"{memory(kept)} of the GPU's memory are kept"
+
+    def _changed(self) -> Iterator[str]:
+        """Settings, options and functions that are not as they were."""
+        names = _other(self._settings, ProcessSettings.current())
         if names:
             yield f"settings were changed: {', '.join(names)}"
         state = _state(self._evaluator)
@@ -114,20 +130,14 @@ class Baseline:
             # TorchDynamo counts the modules that are made, from its first use on.
             if other is not function and getattr(other, "__module__", "") != _MUTATION_GUARD:
                 yield f"{name} was replaced"
+
+    def _left_running(self) -> Iterator[str]:
         threads = set(threading.enumerate()) - self._threads - _compilers_threads()
         for thread in threads:
             if thread.name not in _COMPILERS_THREADS:
                 yield f"the thread {thread.name} is left"
         if set(children_of(os.getpid())) - self._children - _compilers_processes():
             yield "a process is left"
-        weight = self._evaluator.samples[0].reference.state.changed()
-        if weight is not None:
-            yield f"{weight} was changed"
-        why = self._evaluator.disagreement()
-        if why is not None:
-            yield f"eager differs: {why}"
-        if _is_at_work():
-            yield "a thread is at work"
 
 
 def _state(evaluator: CandidateEvaluator) -> dict[str, object]:
@@ -185,10 +195,11 @@ def _functions() -> dict[str, Any]:
     return found
 
 
-def _other(before: Settings, now: Settings) -> list[str]:
+def _other(before: ProcessSettings, now: ProcessSettings) -> list[str]:
     """Names of settings that differ; options of compilers are compared elsewhere.
 
-    What `Settings` has of them tells an option that was set to its default from one never set.
+    What `ProcessSettings` has of them tells an option that was set to its default from one that
+    was never set.
     """
     modes = [name for name in ("grad", "inference") if getattr(before, name) != getattr(now, name)]
     return modes + differences(before.switches, now.switches)

@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -65,7 +65,7 @@ _MAX_RESTARTS = 16
 
 
 @dataclass(frozen=True)
-class Limits:
+class TrialLimits:
     """What one candidate may take.
 
     Attributes:
@@ -80,7 +80,7 @@ class Limits:
     device_bytes: int | None = None
     shared: bool = True
 
-    def split(self, count: int) -> Limits:
+    def split(self, count: int) -> TrialLimits:
         """The limits of each of several candidates at once."""
         if not self.shared or count < 2:
             return self
@@ -88,7 +88,9 @@ class Limits:
         return replace(self, host_bytes=self.host_bytes // count, device_bytes=device)
 
     @classmethod
-    def of_machine(cls, timeout_s: float, device: torch.device, memory_limit: int | None) -> Limits:
+    def of_machine(
+        cls, timeout_s: float, device: torch.device, memory_limit: int | None
+    ) -> TrialLimits:
         """Most of the memory that is free here, or what the caller has set."""
         host = int(_MEMORY_SHARE * _free_host_bytes())
         shared = memory_limit is None
@@ -198,7 +200,7 @@ class WorkerPool:
                 self._importing.join()
         self._server.wait_until_ready()
 
-    def load(self, evaluator: CandidateEvaluator, limits: Limits) -> None:
+    def load(self, evaluator: CandidateEvaluator, limits: TrialLimits) -> None:
         """Write down what workers evaluate candidates with.
 
         Args:
@@ -262,17 +264,7 @@ class WorkerPool:
                 known = [trial.job for trial in under_way]
                 lost = known + [job for job in started if job not in known]
                 under_way.clear()
-                if len(lost) == 1:
-                    job = lost.pop()
-                    yield _ended_server(job)
-                    schedule.put_back(job)
-                try:
-                    self._restart(str(error))
-                except IsolationError:
-                    for job in lost:
-                        yield _ended_server(job)
-                    raise
-                alone += lost
+                alone += yield from self._after_server(lost, schedule, str(error))
                 continue
             under_way.remove(trial)
             job, candidate, found = trial.job, trial.job.candidates.pop(0), trial.found
@@ -284,6 +276,35 @@ class WorkerPool:
                 assert not isinstance(found, Worker)
                 yield candidate, found
                 schedule.put_back(job)
+
+    def _after_server(
+        self, lost: Sequence[Job], schedule: Schedule, why: str
+    ) -> Generator[tuple[Candidate, Row | str], None, list[Job]]:
+        """Start another fork server, and yield the candidate that has ended this one, if known.
+
+        Args:
+            lost: what was under way.
+            schedule: gets back what is left of that candidate's job.
+            why: the fork server ended.
+
+        Returns:
+            Jobs that are to be tried alone.
+
+        Raises:
+            IsolationError: no other one can be started.
+        """
+        lost = list(lost)
+        if len(lost) == 1:
+            job = lost.pop()
+            yield _ended_server(job)
+            schedule.put_back(job)
+        try:
+            self._restart(why)
+        except IsolationError:
+            for job in lost:
+                yield _ended_server(job)
+            raise
+        return lost
 
     def _has_room(self, under_way: Sequence[_Trial]) -> bool:
         """Whether other candidates may be set up now: nothing is, or only what is slow."""
@@ -353,7 +374,7 @@ class WorkerPool:
         self._server.wait_until_ready()
 
     def _start_or_refuse(
-        self, job: Job, deadline: float | None, limits: Limits
+        self, job: Job, deadline: float | None, limits: TrialLimits
     ) -> Worker | Row | str:
         """A worker; or a row if it is too late, or the reason why none can be started."""
         if deadline is not None and time.monotonic() >= deadline:
@@ -365,7 +386,7 @@ class WorkerPool:
         except IsolationError as error:
             return str(error)
 
-    def _start(self, job: Job, limits: Limits) -> Worker:
+    def _start(self, job: Job, limits: TrialLimits) -> Worker:
         """Give the first candidate of a job to a worker."""
         assert self._task is not None
         candidate = job.candidates[0]
@@ -432,15 +453,21 @@ class WorkerPool:
             if known and not in_the_way:
                 return
             self._poll([trial.found for trial in waiting])
-            if deadline is not None:
-                ready = sum(_waits(trial.found) for trial in under_way)
-                late = time.monotonic() > deadline - ready * self._timing_s
-                if late and known and self.spare:
-                    return  # They may go on beside what is timed.
-                # Those that have become ready just now can still be timed.
-                for trial in waiting if late else ():
-                    if _sets_up(trial.found):
-                        _stop_late(trial.found)
+            if not self._is_late(under_way, deadline):
+                continue
+            if known and self.spare:
+                return  # They may go on beside what is timed.
+            # Those that have become ready just now can still be timed.
+            for trial in waiting:
+                if _sets_up(trial.found):
+                    _stop_late(trial.found)
+
+    def _is_late(self, under_way: Sequence[_Trial], deadline: float | None) -> bool:
+        """Whether the time that is left is needed to time what is ready."""
+        if deadline is None:
+            return False
+        ready = sum(_waits(trial.found) for trial in under_way)
+        return time.monotonic() > deadline - ready * self._timing_s
 
     def _time(self, worker: Worker, under_way: Sequence[_Trial], deadline: float | None) -> None:
         """Have a worker time its candidate, for so long as a timing may take after the deadline."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ THREADS = "torch.set_num_threads"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProcessSettings:
     """The settings of one process and thread.
 
     Attributes:
@@ -37,12 +39,12 @@ class Settings:
         """How many threads operators on the CPU use."""
         return int(self.switches[THREADS])
 
-    def with_threads(self, threads: int) -> Settings:
+    def with_threads(self, threads: int) -> ProcessSettings:
         """The same with another number of threads."""
         return dataclasses.replace(self, switches={**self.switches, THREADS: threads})
 
     @classmethod
-    def current(cls) -> Settings:
+    def current(cls) -> ProcessSettings:
         """The settings of this process and thread."""
         names = ("torch._dynamo.config", "torch._inductor.config")
         return cls(
@@ -55,7 +57,7 @@ class Settings:
         )
 
     def apply(self) -> None:
-        """Set them in this process and thread for good; entering inference mode is the caller's.
+        """Set them in this process and thread for good, but for `inference_mode`.
 
         Raises:
             RuntimeError: a setting cannot be set here.
@@ -65,3 +67,7 @@ class Settings:
         for name, statements in self.compilers.items():
             importlib.import_module(name)
             exec(statements, {"torch": torch})
+
+    def inference_mode(self) -> AbstractContextManager[object]:
+        """Inference mode if it is on, else nothing, to be entered by the caller."""
+        return torch.inference_mode() if self.inference else contextlib.nullcontext()

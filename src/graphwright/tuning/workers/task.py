@@ -22,7 +22,7 @@ from ...evaluation.reference import Sample
 from ...strategies.base import Candidate
 from ...strategies.registry import LOSSY, is_ours, parse_candidates
 from ..trial import CandidateEvaluator
-from .settings import Settings
+from .settings import ProcessSettings
 
 
 class IsolationError(Exception):
@@ -43,7 +43,7 @@ class Task:
     screening_s: float
     timing_s: float
     dynamic_shapes: Any
-    settings: Settings
+    settings: ProcessSettings
 
     @classmethod
     def of(cls, evaluator: CandidateEvaluator) -> Task:
@@ -56,7 +56,7 @@ class Task:
             evaluator.screening_s,
             evaluator.timing_s,
             evaluator.dynamic_shapes,
-            Settings.current(),
+            ProcessSettings.current(),
         )
 
     def evaluator(self) -> CandidateEvaluator:
@@ -191,7 +191,7 @@ def publish_globals() -> None:
 
 def modules_to_import(module: nn.Module) -> list[str]:
     """Names of the Python modules that define a model's classes."""
-    function: Any = module._function if isinstance(module, FunctionModule) else None
+    function: Any = module.function_of() if isinstance(module, FunctionModule) else None
     names = {type(part).__module__ for part in module.modules()}
     names.add(getattr(function, "__module__", None) or "torch")
     return sorted(names - {"__main__"})
