@@ -219,6 +219,20 @@ def test_a_step_that_the_host_reads_runs_eagerly_and_is_told() -> None:
     assert torch.equal(made.tokens, plain(step, [], first(), 9)[0])
 
 
+def test_a_step_that_reads_what_changes_in_every_step_captures_nothing_anew() -> None:
+    def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        if state.sum().item() > 3:
+            token = token + 1
+        return token, state + 1
+
+    before = torch.zeros(2)
+    with pytest.warns(gw.FallbackWarning, match="reads a value on the host"):
+        made = gw.decode(step, before, first(), max_steps=9, steps_per_launch=1)
+    assert torch.equal(made.tokens, plain(step, before, first(), 9)[0])
+    (loop,) = decoding._KEPT.values()
+    assert loop._graphs.counts.graphed == 0
+
+
 def test_the_graphs_of_few_forms_are_kept() -> None:
     for size in range(decoding._MOST_KEPT + 2):
         gw.decode(lambda token, state: (token + 1, state), [], first(size + 1), max_steps=2)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,7 @@ def test_classes_show_their_public_names_only() -> None:
     instances: dict[str, object] = {
         "Graph": graph,
         "GraphedCallable": gw.graph(torch.sin),
+        "GraphedGenerator": gw.graph_generate(SimpleNamespace(_prefill=None, generate=None)),
         "GraphedStep": gw.graph_step(step, ()),
         "MemoryPool": graph.pool,
         "Prefetcher": gw.prefetch([]),

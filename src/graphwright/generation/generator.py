@@ -138,8 +138,8 @@ class GraphedGenerator:
         lines = [
             f"{type(self.model).__name__}.generate: {counted(made.calls, 'call')} by graphs, "
             f"{counted(made.steps, 'step')} in {counted(made.launches, 'launch', 'launches')}",
-            f"{counted(made.captures, 'capture')}; {made.launches - made.graphed} launches ran "
-            "the step eagerly",
+            f"{counted(made.captures, 'capture')}; "
+            f"{counted(made.launches - made.graphed, 'launch', 'launches')} without a graph",
         ]
         for kept in self._kept.values():
             lines += [

@@ -126,10 +126,10 @@ def _refuse_reads(graph: GraphedCallable) -> None:
 
     What it reads may be another value in every step, and each would be recorded anew.
     """
-    if len(graph.graphs) > 1:
-        lines = map(str.strip, graph.explain().splitlines())
-        where = next((line for line in lines if line.startswith(_BREAK)), _BREAK)
-        raise CaptureError(f"its step reads a value on the host ({where.partition(':')[0]})")
+    lines = map(str.strip, graph.explain().splitlines())
+    where = next((line for line in lines if line.startswith(_BREAK)), None)
+    if where is not None:
+        raise CaptureError(f"its step reads a value on the host ({where.partition(', ')[0]})")
 
 
 class LateFlag:
