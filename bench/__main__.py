@@ -13,6 +13,7 @@ scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTo
 scripts/bench composition [--out DIR]                 graph(fuse(m)) beside tune's fused+graph
 scripts/bench refused [--out DIR] [--quick]           calls that graph() refuses, beside eager
 scripts/bench objects [--out DIR] [--quick]           calls with caches and objects, beside eager
+scripts/bench generate [--out DIR] [--quick] [--only M ...]  tokens, beside transformers' own ways
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside what answers it
 scripts/bench first-run [--only MODEL ...] [--limits] the first tune on a machine, and the second
@@ -363,6 +364,10 @@ def main() -> None:
     refused.add_argument("--changing", action="store_true", help="calls that find another state")
     refused.add_argument("--out", type=Path, default=RESULTS)
     refused.add_argument("--quick", action="store_true", help="try the script: no result")
+    generate = commands.add_parser("generate", help="tokens, beside transformers' own ways")
+    generate.add_argument("--out", type=Path, default=RESULTS)
+    generate.add_argument("--quick", action="store_true", help="tiny models")
+    generate.add_argument("--only", nargs="+", default=(), help="models, by name")
     objects = commands.add_parser("objects", help="calls with caches and objects, beside eager")
     objects.add_argument("--out", type=Path, default=RESULTS)
     objects.add_argument("--quick", action="store_true", help="few models")
@@ -540,6 +545,10 @@ def main() -> None:
         from .refused.run import benchmark as refuse
 
         sys.exit(refuse(given.out, quick=given.quick, changing_only=given.changing))
+    elif given.command == "generate":
+        from .generate.run import benchmark as generate_tokens
+
+        sys.exit(generate_tokens(given.out, quick=given.quick, only=given.only))
     elif given.command == "objects":
         from .objects.run import benchmark as objects
 

@@ -27,6 +27,10 @@ from .errors import TargetError as TargetError
 from .errors import VerificationError as VerificationError
 from .fusion.fused_module import FusedModule as FusedModule
 from .fusion.fused_module import fuse as fuse
+from .generation.decoding import Decoded as Decoded
+from .generation.decoding import decode as decode
+from .generation.generator import GraphedGenerator as GraphedGenerator
+from .generation.generator import graph_generate as graph_generate
 from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing
 from .graphs.capture import predict_memory as predict_memory

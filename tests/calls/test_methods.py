@@ -429,6 +429,21 @@ def test_a_method_in_doubt_runs_the_module_and_says_so(kind: type[Model]) -> Non
     assert module.forward.statistics.hits == 1
 
 
+@pytest.mark.parametrize("configured", [True, False])
+def test_generate_of_transformers_is_sent_to_what_makes_its_steps_graphs(configured: bool) -> None:
+    class Generating(Slotted):
+        def generate(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x)
+
+    module = Generating().eval()
+    if configured:
+        module.generation_config = None
+    with pytest.warns(gw.errors.FallbackWarning, match=r"^generate\(\) of Generating") as told:
+        gw.graph(module).generate(sample())
+    line = "graphwright.graph_generate(model).generate(...)"
+    assert (line in str(told[0].message)) == configured
+
+
 def test_identity_is_compared_with_the_module() -> None:
     module, x = model(), sample()
     with pytest.warns(gw.errors.FallbackWarning, match=r"^same_and_called\(\)"):

@@ -128,3 +128,18 @@ def test_an_operator_of_one_s_own_is_measured_beside_pytorch_s(
     assert any(f" {status} " in row for status in ("ok", "chosen", "slower")), row
     x, gate = torch.randn(6, 5).t(), torch.randn(5, 6)[:, ::1]
     torch.testing.assert_close(module.operators().gated_add(x, gate, 0.5), module.Plain()(x, gate))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.usefixtures("one_thread")
+def test_a_licence_is_learnt_and_recited_by_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module("generate")
+    same, factor = module.main()
+    assert same == len(module.PROMPTS)
+    assert factor > 0
+    printed = capsys.readouterr().out
+    # What it was asked to go on with, as the licence does.
+    assert "Unless required by applicable law or agreed to in writing, software" in printed
+    assert "0 launches ran the step eagerly" in printed
+    assert ("The gain is on a GPU" in printed) is not torch.cuda.is_available()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ _CALLABLE = "close explain graphs prepare release statistics pool"
 FACES = {
     "BackgroundModule": "calls cancel close done explain module report wait",
     "Buckets": "from_points from_sizes holding largest names points powers_of_two smallest waste",
+    "Decoded": "lengths state steps tokens",
     "Diagnosis": "cause compared error graph index kernel line module notes ok operation seconds "
     "what",
     "Extension": "libraries name",
@@ -47,6 +49,7 @@ FACES = {
     "Graph": "branches close dump inputs memory mutates name nbytes node_count nodes outputs pool "
     "random replay state",
     "GraphedCallable": f"{_CALLABLE} fn graph_for on_miss reference sizes",
+    "GraphedGenerator": "close explain generate model pool release statistics",
     "GraphedModule": f"{_CALLABLE} module",
     "GraphedStep": "close explain pool release statistics",
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
@@ -96,6 +99,7 @@ def test_classes_show_their_public_names_only() -> None:
     instances: dict[str, object] = {
         "Graph": graph,
         "GraphedCallable": gw.graph(torch.sin),
+        "GraphedGenerator": gw.graph_generate(SimpleNamespace(_prefill=None, generate=None)),
         "GraphedStep": gw.graph_step(step, ()),
         "MemoryPool": graph.pool,
         "Prefetcher": gw.prefetch([]),

@@ -43,6 +43,10 @@ MACHINERY = frozenset(
 )
 # Packages of PyTorch's with objects that a call reads: hooks that make weights.
 _READ_OF_PYTORCH = ("torch.nn.", "torch.ao.nn.", "torch._library.custom_ops")
+# What a call runs of ours, as if the user had written it: decode steps and their caches.
+_STEPS = tuple(
+    f"graphwright.generation.{name}" for name in ("decoder", "processors", "static_cache", "steps")
+)
 # Code that names one of these may read attributes that it does not name.
 _DYNAMIC = frozenset(
     ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
@@ -145,7 +149,7 @@ class _Reading:
         named = None if is_library(function) else read_by(function)
         names = names_of(code) if named is None else named.names
         self.names |= names
-        if package_of(function) not in MACHINERY:
+        if not is_machinery_s(function):
             self.dynamic = self.dynamic or bool(names & _DYNAMIC)
         self._waiting += [value for _, value in cells(function)]
         if named is not None:
@@ -531,9 +535,10 @@ def is_library(value: Any) -> bool:
     return _in_library(getattr(module, "__file__", None) or "<")
 
 
-def package_of(function: types.FunctionType) -> str:
-    """The package that a function's code stands in, whatever a decorator says."""
-    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+def is_machinery_s(function: types.FunctionType) -> bool:
+    """Whether a function's code belongs to machinery, whatever a decorator says."""
+    module = str(function.__globals__.get("__name__", ""))
+    return module.partition(".")[0] in MACHINERY and not module.startswith(_STEPS)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -546,4 +551,5 @@ def is_machinery(value: Any) -> bool:
     if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
         return True
     module = type(value).__module__
-    return module.partition(".")[0] in MACHINERY and not module.startswith(_READ_OF_PYTORCH)
+    read = (*_READ_OF_PYTORCH, *_STEPS)
+    return module.partition(".")[0] in MACHINERY and not module.startswith(read)

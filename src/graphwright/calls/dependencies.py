@@ -49,9 +49,9 @@ from .code import (
     global_names,
     is_library,
     is_machinery,
+    is_machinery_s,
     is_operator,
     names_of,
-    package_of,
     read_by,
     stored_names,
 )
@@ -654,7 +654,7 @@ class _Walker:
         if inner is not None and inner is not function:
             self._values.append(met.beside(inner))
             return
-        if package_of(function) in MACHINERY:
+        if is_machinery_s(function):
             # A decorator such as torch.no_grad(), which wraps a function of the user.
             for _, wrapped in cells(function):
                 if callable(wrapped) and not isinstance(wrapped, type):

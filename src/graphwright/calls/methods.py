@@ -153,10 +153,9 @@ class Methods:
         kind = type(self._module)
         if "" in ran:
             why = f"it calls the model where {self._maker}() cannot answer"
-            remedy = "Write model.forward = graphwright.graph(model.forward)"
-            # A cache of another kind grows, so that no two calls are alike.
-            static = name == "generate" and hasattr(self._module, "generation_config")
-            remedy += ', and pass cache_implementation="static" to generate().' if static else "."
+            remedy = "Write model.forward = graphwright.graph(model.forward)."
+            if name == "generate" and hasattr(self._module, "generation_config"):
+                remedy = "Write graphwright.graph_generate(model).generate(...), token for token."
         else:
             paths = [*ran][:3]
             one = len(ran) == 1

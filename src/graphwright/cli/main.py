@@ -1,8 +1,8 @@
-"""The commands: graphwright tune | run | serve | check | profile | inspect | strategies | report |
-doctor.
+"""The commands: graphwright tune | run | serve | generate | check | profile | inspect |
+strategies | report | doctor.
 
-Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture, or doctor something
-that is there and does not work; 2, with one
+Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture, doctor something
+that is there and does not work, or generate other tokens than the model's own; 2, with one
 sentence, if the command, the target or the model is wrong, or results cannot be written, or if one
 of the targets of `tune --ray` failed; 130 if interrupted, after what was known by then was written
 and printed.
@@ -31,6 +31,7 @@ from .outputs import (
     check_plots,
     check_sources,
     deliver,
+    is_stdout,
     report_writers,
     save_winner,
     silently,
@@ -497,6 +498,107 @@ def serve(
 
 @main.command()
 @click.argument("target")
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="What to go on from; repeat for a batch. TARGET must return (model, tokenizer).",
+)
+@click.option(
+    "--ids",
+    multiple=True,
+    metavar="5,17,3",
+    help="A prompt as tokens, for a model without a tokenizer; repeat for a batch.",
+)
+@_DEVICE
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="The most tokens to make for each prompt.",
+)
+@click.option("--sample", is_flag=True, help="Draw tokens, in place of taking the likeliest.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, min_open=True),
+    help="With --sample: below 1 likely tokens become likelier.",
+)
+@click.option("--top-k", type=click.IntRange(1), help="With --sample: draw from so many tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="With --sample: draw from the likeliest tokens that together have this probability.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="What random numbers begin with.",
+)
+@click.option("--eager", is_flag=True, help="Let the model's own generate() make the tokens.")
+@click.option(
+    "--compare", is_flag=True, help="Time the model's own generate() too, and compare the tokens."
+)
+@click.option("--json", "json_file", type=_FILE, help="Save the figures and the tokens.")
+def generate(
+    target: str,
+    prompts: Sequence[str],
+    ids: Sequence[str],
+    device: str | None,
+    max_new_tokens: int,
+    sample: bool,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    eager: bool,
+    compare: bool,
+    json_file: str | None,
+) -> None:
+    """Generate tokens from TARGET by CUDA graphs, print them as they come, and say how fast.
+
+    TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
+    and returns a model of transformers, alone or with its tokenizer: (model, tokenizer). What it
+    returns for tune, (model, args) or (model, args, kwargs), works too: the inputs are the prompt.
+
+    A first run captures the graphs, and the second is shown and timed. Exit code 1 where --compare
+    finds other tokens than the model's own; drawn tokens may differ.
+    """
+    from ..report.progress import SHORT_S, progress_shown
+    from .generate import EAGER, GRAPHS, Prompted, same, show, to_json
+    from .targets import load_generative
+
+    files = {"json": json_file}
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if not sample and any(value is not None for value in drawn.values()):
+        raise click.UsageError("--temperature, --top-k and --top-p are for --sample.")
+    if eager and compare:
+        raise click.UsageError("--compare runs the model's own generate() anyway: drop --eager.")
+    if prompts and ids:
+        raise click.UsageError("Give --prompt or --ids, and not both.")
+    tokens = [_tokens(text) for text in ids]
+    check_files(files)
+    with progress_shown(None, f"loading {target}", after_s=SHORT_S):
+        loaded = load_generative(target, _device(device))
+    check_sources(files, loaded.file)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
+    options |= {name: value for name, value in drawn.items() if value is not None}
+    prompted = Prompted(loaded, prompts, tokens, options, seed)
+    shown = not is_stdout(json_file)
+    made = [prompted.run(EAGER if eager else GRAPHS, shown=shown)]
+    if compare:
+        made.append(prompted.run(EAGER, shown=False))
+    writers = {"json": lambda name: write_text(name, to_json(loaded.name, made))}
+    deliver(files, writers, lambda: show(made))
+    if not sample and not same(made):
+        raise SystemExit(EXIT_FOUND)
+
+
+@main.command()
+@click.argument("target")
 @_INPUTS
 @_DEVICE
 @click.option(
@@ -803,6 +905,17 @@ def _device(text: str | None) -> Any:
             f"--device {text!r} cannot be used: {first}.", remedy=f"Write {devices()}."
         ) from error
     return device
+
+
+def _tokens(text: str) -> list[int]:
+    """The tokens of --ids."""
+    try:
+        tokens = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        tokens = []
+    if not tokens or min(tokens) < 0:
+        raise click.BadParameter(f"{text!r} is no list of tokens", param_hint="--ids")
+    return tokens
 
 
 def _split(values: Sequence[str]) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def check_sources(files: Mapping[str, str | None], source: Path | None) -> None:
             )
 
 
-def _is_stdout(name: str | None) -> bool:
+def is_stdout(name: str | None) -> bool:
     """Whether a file is what is printed to, as /dev/stdout is: the rest would end in its midst."""
     try:
         return name is not None and os.path.samestat(os.stat(name), os.fstat(1))
@@ -197,7 +197,7 @@ def deliver(
                     failed.append(error)
     finally:  # After Ctrl-C as well.
         with printing():
-            if not any(map(_is_stdout, files.values())):
+            if not any(map(is_stdout, files.values())):
                 show()
                 for line in filter(None, messages):
                     click.echo(line)

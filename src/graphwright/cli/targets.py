@@ -50,6 +50,52 @@ class Target:
     arguments: str = "args"
 
 
+@dataclass(frozen=True)
+class Generative:
+    """A model that generates, and what its prompts are made with.
+
+    Attributes:
+        tokenizer: None if TARGET gave none.
+        inputs: of generate(), if TARGET gave some.
+    """
+
+    name: str
+    file: Path | None
+    model: Any
+    tokenizer: Any
+    inputs: dict[str, Any]
+    device: torch.device
+
+
+def load_generative(text: str, device: torch.device) -> Generative:
+    """A model with its tokenizer or its inputs, or alone, as TARGET gives it.
+
+    Raises:
+        TargetError: as `load_target`.
+    """
+    found, name, file = _found(text)
+    result, tokenizer = _result_of(text, found), None
+    match result:
+        case (nn.Module(), second) if _is_tokenizer(second):
+            result, tokenizer = result
+    model, args, kwargs = _parts(text, result)
+    if isinstance(model, nn.Module):
+        model.eval()
+    model, args, kwargs = _put_on(device, text, model, args, kwargs)
+    if len(args) > 1:
+        raise TargetError(
+            f"{text} gives {len(args)} inputs without names.",
+            remedy="Name them: return (model, {'input_ids': ids, 'attention_mask': mask}).",
+        )
+    if args:
+        kwargs = {"inputs": args[0]} | kwargs
+    return Generative(name, file, model, tokenizer, kwargs, device)
+
+
+def _is_tokenizer(value: Any) -> bool:
+    return callable(value) and callable(getattr(value, "decode", None))
+
+
 def load_served(text: str, inputs: Sequence[str], device: torch.device) -> ModelConfig:
     """What to serve of TARGET: it may be a ModelConfig, or a function that returns one.
 

@@ -1,0 +1,274 @@
+"""The decode steps of one form of calls: static tensors, and the graphs that run on them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError, GraphwrightError
+from ..graphs.memory import MemoryPool
+from .decoder import Decoder, Inputs, TokenChoice, forward_step
+from .eager_loop import EagerLoop
+from .launches import Counts, StepGraphs, launches
+from .processors import StaticProcessor, static
+from .steps import in_turn, lasting
+
+# A first step that differs by more than so many ulps of the largest logit is another computation.
+_ULPS = {torch.float32: 8192, torch.bfloat16: 8, torch.float16: 32, torch.float64: 65536}
+_IN_THE_GRAPH = ("MaxLengthCriteria", "EosTokenCriteria", "MaxTimeCriteria")
+
+
+class DecodeSteps:
+    """The static tensors of one form of calls, and the graphs of its steps."""
+
+    def __init__(
+        self, decoder: Decoder, pool: MemoryPool, at_once: int, room: Callable[[int], int]
+    ) -> None:
+        self.decoder, self.verified = decoder, False
+        self._pool, self._at_once, self._room = pool, at_once, room
+        self._graphs: dict[Any, StepGraphs] = {}
+        self._choices: dict[Any, TokenChoice] = {}
+
+    @property
+    def counts(self) -> Counts:
+        return Counts.total(each.counts for each in self._graphs.values())
+
+    @property
+    def refused(self) -> GraphwrightError | None:
+        found = (each.refused for each in self._graphs.values())
+        return next((error for error in found if error is not None), None)
+
+    @property
+    def refusals(self) -> Counter[str]:
+        return sum((Counter(each.refusals) for each in self._graphs.values()), Counter[str]())
+
+    def close(self) -> None:
+        for graphs in self._graphs.values():
+            graphs.close()
+
+    def verify(self, loop: EagerLoop, inputs: Inputs, filled: int) -> None:
+        """Compare one step with the model's own, and stand before it again.
+
+        Raises:
+            CaptureError: the static step fails, or computes something else.
+        """
+        decoder, problem = self.decoder, None
+        decoder.read(loop, inputs)
+        try:
+            forward_step(decoder, self._visible(filled + 1))()
+        except Exception as error:
+            problem = f"its step fails with a static cache ({type(error).__name__}: {error})"
+        mine = decoder.logits.clone()
+        decoder.read(loop, inputs)
+        before = loop.kwargs
+        logits = loop.forward()
+        problem = problem or _difference(mine, logits, loop.model.dtype)
+        if problem is not None:
+            loop.choose(logits)
+            raise CaptureError(problem)
+        # The model's own cache is one step ahead from here on; nobody reads it any more.
+        loop.kwargs = before
+        self.verified = True
+
+    def run(self, loop: EagerLoop, filled: int, steps: int) -> str | None:
+        """Make all tokens that are left, at most `steps`; gives why they are chosen eagerly."""
+        processors = [static(each, self.decoder.logits) for each in loop.logits_processor]
+        why = _why_outside(loop, processors)
+        if why is None:
+            made = self._inside(loop, [each for each in processors if each], filled, steps)
+        else:
+            made = self._outside(loop, filled, steps)
+        if loop.config.return_dict_in_generate:
+            self.decoder.cache.give(loop.cache, filled + made)
+        return why
+
+    def _inside(
+        self, loop: EagerLoop, processors: list[StaticProcessor], filled: int, steps: int
+    ) -> int:
+        """Choose in the graph, several tokens a launch; gives the steps that count."""
+        decoder, samples, ends = self.decoder, bool(loop.config.do_sample), _end_tokens(loop)
+        key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
+        choice = self._choices.get(key)
+        if choice is None:
+            with lasting():
+                choice = self._choices[key] = TokenChoice(decoder, processors, samples, ends)
+        choice.read(processors, ends)
+        # States cannot be rolled back: where they are given to the caller, no step is too many.
+        exact = loop.config.return_dict_in_generate and not decoder.cache.rolls_back
+        at_once = 1 if exact else self._at_once
+        progress = _Progress(loop, decoder, steps, ends is not None)
+        looks = exact or loop.streamer is not None
+        early = ends is not None or progress.timed
+        for count in launches(
+            lambda done: self._steps(filled + done, key, choice),
+            self._rounded(loop, filled, steps, at_once),
+            at_once=at_once,
+            ended=decoder.ended if early and not looks else None,
+        ):
+            progress.done += count
+            if progress.over() or (looks and progress.shown()):
+                break
+        return progress.finish(loop)
+
+    def _rounded(self, loop: EagerLoop, filled: int, steps: int, at_once: int) -> int:
+        """So many steps in whole launches, if there are positions for those that are too many."""
+        positions = self.decoder.capacity
+        config = loop.model.config.get_text_config(decoder=True)
+        most = getattr(config, "max_position_embeddings", None)
+        if most is not None:
+            positions = min(positions, most)
+        rounded = -(-steps // at_once) * at_once
+        return rounded if filled + rounded <= positions else steps
+
+    def _outside(self, loop: EagerLoop, filled: int, steps: int) -> int:
+        """Let transformers choose each token from the logits of a graph."""
+        for done in range(steps):
+            self._steps(filled + done + 1, None, None).launch(1)
+            loop.choose(self.decoder.logits.clone())
+            if loop.ended:
+                return done + 1
+            self.decoder.token.copy_(loop.input_ids[:, -1:])
+        return steps
+
+    def _visible(self, positions: int) -> int:
+        return min(self.decoder.capacity, self._room(positions))
+
+    def _steps(self, positions: int, key: Any, choice: TokenChoice | None) -> StepGraphs:
+        """The graphs of a step that sees so many positions."""
+        visible = self._visible(positions)
+        graphs = self._graphs.get((visible, key))
+        if graphs is None:
+            forward = forward_step(self.decoder, visible)
+            step = forward if choice is None else in_turn(forward, choice.step)
+            graphs = self._graphs[visible, key] = StepGraphs(step, self._pool)
+        return graphs
+
+
+class _Progress:
+    """How far a call is whose tokens are chosen in the graph.
+
+    Args:
+        loop: the call.
+        decoder: its static tensors.
+        steps: the most steps that count.
+        ends: whether a token may end it.
+
+    Attributes:
+        start: tokens before the first step.
+        done: steps that were launched.
+        timed: whether the call may take some time only.
+    """
+
+    def __init__(self, loop: EagerLoop, decoder: Decoder, steps: int, ends: bool) -> None:
+        self._decoder, self._steps, self._ends = decoder, steps, ends
+        self._streamer = loop.streamer
+        self.start = self._sent = loop.input_ids.shape[1]
+        self.done = 0
+        self._limits = [
+            (each.initial_timestamp, each.max_time)
+            for each in loop.stopping_criteria
+            if type(each).__name__ == "MaxTimeCriteria"
+        ]
+        self.timed = bool(self._limits)
+        self._draws = _Draws(decoder.logits) if loop.config.do_sample else None
+
+    def finish(self, loop: EagerLoop) -> int:
+        """Give the loop its tokens; gives the steps that count."""
+        valid = self.valid()
+        loop.input_ids = self._decoder.ids[:, :valid].clone()
+        made = valid - self.start
+        if self._draws is not None:
+            self._draws.check(self._decoder.invalid)
+            if made < self.done:
+                self._draws.only(made)
+        return made
+
+    def valid(self) -> int:
+        """Tokens that count: none behind the end of all sequences, nor behind the last step."""
+        made = self.start + min(self.done, self._steps)
+        return min(made, int(self._decoder.valid)) if self._ends else made
+
+    def shown(self) -> bool:
+        """Stream what is new; gives whether all sequences have ended."""
+        valid = self.valid()
+        if self._streamer is not None:
+            for tokens in self._decoder.ids[:, self._sent : valid].cpu().unbind(1):
+                self._streamer.put(tokens)
+        self._sent = valid
+        return bool(self._decoder.ended)
+
+    def over(self) -> bool:
+        """Whether the time is over."""
+        return any(time.time() - begun > most for begun, most in self._limits)
+
+
+class _Draws:
+    """The random numbers of a call, drawn from the device's default generator.
+
+    Args:
+        logits: shape (batch, vocabulary): each token takes so many numbers.
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        self._before = self._state()
+
+    def only(self, steps: int) -> None:
+        """Leave the generator as if only so many steps had drawn: those that count."""
+        if self._logits.device.type == "cuda":
+            torch.cuda.set_rng_state(self._before, self._logits.device)
+        else:
+            torch.set_rng_state(self._before)
+        numbers = torch.empty_like(self._logits)
+        for _ in range(steps):
+            numbers.exponential_()
+
+    def check(self, invalid: torch.Tensor) -> None:
+        """Raise, as torch.multinomial does, if a token was drawn of what is no distribution."""
+        if bool(invalid):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+
+    def _state(self) -> torch.Tensor:
+        if self._logits.device.type == "cuda":
+            return torch.cuda.get_rng_state(self._logits.device)
+        return torch.get_rng_state()
+
+
+def _why_outside(loop: EagerLoop, processors: list[StaticProcessor | None]) -> str | None:
+    """Why tokens cannot be chosen in the graph; None if they can."""
+    for its, mine in zip(loop.logits_processor, processors, strict=True):
+        if mine is None:
+            return f"{type(its).__name__} looks at each token"
+    for each in loop.stopping_criteria:
+        if type(each).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria", "MaxTimeCriteria"):
+            return f"{type(each).__name__} looks at each token"
+    if loop.config.return_dict_in_generate and (
+        loop.config.output_scores or loop.config.output_logits
+    ):
+        return "scores of each token are asked for"
+    return None
+
+
+def _end_tokens(loop: EagerLoop) -> torch.Tensor | None:
+    found = [
+        each.eos_token_id.reshape(-1)
+        for each in loop.stopping_criteria
+        if type(each).__name__ == "EosTokenCriteria"
+    ]
+    return torch.cat(found).to(loop.input_ids.device) if found else None
+
+
+def _difference(mine: torch.Tensor, its: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Why two steps' logits are not the same computation; None if they are."""
+    finite = torch.isfinite(its)
+    if not torch.equal(finite, torch.isfinite(mine)):
+        return "its step differs with a static cache: other logits are infinite"
+    scale = float(its[finite].abs().max()) if bool(finite.any()) else 0.0
+    off = float((mine - its)[finite].abs().max()) if bool(finite.any()) else 0.0
+    if off > _ULPS.get(dtype, 8192) * torch.finfo(dtype).eps * scale:
+        return f"its step differs with a static cache: a logit is off by {off:.3g} of {scale:.3g}"
+    return None

@@ -1,0 +1,382 @@
+"""What goes wrong with graphs of decode steps, each seen to fail with its protection off."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from generating import LENGTH, agree, gpt2, mistral, prompts
+from torch import nn
+
+import graphwright as gw
+from graphwright.generation import decode_steps, static_cache
+from graphwright.generation.generator import GraphedGenerator
+
+ASKED = {"max_new_tokens": 20, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def shared() -> tuple[Any, gw.GraphedGenerator]:
+    model = gpt2()
+    return model, gw.graph_generate(model, steps_per_launch=4)
+
+
+@pytest.fixture(params=[False, True], ids=["protected", "unprotected"])
+def off(request: pytest.FixtureRequest) -> bool:
+    """Whether the protection is off, and the test has to fail."""
+    return bool(request.param)
+
+
+@contextlib.contextmanager
+def fails(off: bool) -> Iterator[None]:
+    if not off:
+        yield
+        return
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        yield
+
+
+# ------------------------------------------------------------ the cache
+
+
+def not_cleared(layer: Any, filled: Any, length: int) -> None:
+    for mine, its in ((layer.keys, filled.keys), (layer.values, filled.values)):
+        mine[:, :, length - its.shape[2] : length].copy_(its)
+
+
+def test_what_an_earlier_call_left_in_the_cache(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=4)
+    agree(model, generator, prompts(2) | ASKED)
+    if off:
+        monkeypatch.setattr(static_cache.PositionedLayer, "read", not_cleared)
+    # An earlier text whose numbers overflowed: a weight of zero does not hide a NaN.
+    (kept,) = generator._kept.values()
+    for layer in kept.decoder.cache._own:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    with fails(off):
+        agree(model, generator, prompts(2, 5) | ASKED)
+
+
+def test_a_window_that_fills_inside_of_a_launch(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    model = mistral()
+    generator = gw.graph_generate(model, steps_per_launch=8)
+    if off:
+        # As if the window were as long as the text: nothing is hidden.
+        whole = transformers.masking_utils.sliding_window_causal_mask_function
+        monkeypatch.setattr(
+            transformers.masking_utils,
+            "sliding_window_causal_mask_function",
+            lambda size: whole(size + (1000 if generator._busy and generator._kept else 0)),
+        )
+        monkeypatch.setattr(decode_steps, "_difference", lambda *args: None)
+    with fails(off):
+        for length in (4, 9, 15):
+            agree(model, generator, prompts(2, length) | {"max_new_tokens": 24, "do_sample": False})
+        assert generator.statistics.eager == {}
+
+
+def test_a_prompt_of_zeros_under_a_mask(shared: Any) -> None:
+    model, generator = shared
+    ids = torch.zeros(3, 8, dtype=torch.int64)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = mask[2, :3] = 0
+    agree(model, generator, {"input_ids": ids, "attention_mask": mask} | ASKED)
+
+
+def test_a_static_step_that_computes_something_else_is_never_used(
+    monkeypatch: pytest.MonkeyPatch, off: bool
+) -> None:
+    """A planted model that counts on its own kind of cache."""
+
+    class Counting(transformers.GPT2LMHeadModel):
+        def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+            found = super().forward(*args, past_key_values=past_key_values, **kwargs)
+            if not isinstance(past_key_values, transformers.DynamicCache):
+                found.logits = found.logits.roll(1, -1)
+            return found
+
+    source = gpt2()
+    model: Any = Counting(source.config).eval()
+    model.load_state_dict(source.state_dict())
+    model.generation_config = source.generation_config
+    generator = gw.graph_generate(model)
+    if off:
+        monkeypatch.setattr(decode_steps, "_difference", lambda *args: None)
+    with warnings.catch_warnings(), fails(off):
+        warnings.simplefilter("ignore", gw.FallbackWarning)
+        for _ in range(2):
+            agree(model, generator, prompts(2) | ASKED)
+        (reason,) = generator.statistics.eager
+        assert "its step differs with a static cache" in reason
+        assert generator.statistics.calls == 0
+
+
+# ------------------------------------------------------------ the end
+
+
+def test_the_end_is_seen_late_and_costs_no_token(
+    shared: Any, monkeypatch: pytest.MonkeyPatch, off: bool
+) -> None:
+    model, generator = shared
+    free = model.generate(**prompts(2), **ASKED)[:, LENGTH:]
+    if off:
+        monkeypatch.setattr(
+            decode_steps._Progress, "valid", lambda self: self.start + min(self.done, self._steps)
+        )
+    with fails(off):
+        for at in range(0, 18, 3):
+            ends = [int(free[0, at]), int(free[1, at])]
+            agree(model, generator, prompts(2) | ASKED | {"eos_token_id": ends})
+
+
+def test_an_end_in_the_first_token(shared: Any) -> None:
+    model, generator = shared
+    free = model.generate(**prompts(1), **ASKED)[:, LENGTH:]
+    made = agree(model, generator, prompts(1) | ASKED | {"eos_token_id": int(free[0, 0])})
+    assert made.shape[1] == LENGTH + 1
+
+
+# ------------------------------------------------------------ the model changes
+
+
+def test_weights_change_between_two_calls(shared: Any) -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=4)
+
+    def in_place() -> None:
+        with torch.no_grad():
+            model.transformer.h[0].attn.c_attn.weight.neg_()
+
+    def new_data() -> None:
+        weight = model.transformer.h[1].mlp.c_fc.weight
+        weight.data = weight.data * -1.5
+
+    def assigned() -> None:
+        state = {name: tensor.flip(-1) for name, tensor in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+
+    def another_module() -> None:
+        model.transformer.h[0] = type(model.transformer.h[0])(model.config, layer_idx=0).eval()
+
+    before = agree(model, generator, prompts(2) | ASKED)
+    for change in (in_place, new_data, assigned, another_module):
+        change()
+        after = agree(model, generator, prompts(2) | ASKED)
+        assert not torch.equal(before, after), change.__name__
+        before = after
+
+
+def test_an_adapter_is_switched_on_and_off() -> None:
+    peft = pytest.importorskip("peft")
+    model = gpt2()
+    config = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True
+    )
+    adapted = peft.get_peft_model(model, config, adapter_name="one")
+    adapted.add_adapter("two", config)
+    adapted.eval()
+    generator = gw.graph_generate(adapted.base_model.model, steps_per_launch=4)
+    found = set()
+    for name in ("one", "two", "one", "two"):
+        adapted.set_adapter(name)
+        made = agree(adapted.base_model.model, generator, prompts(2) | ASKED)
+        found.add(tuple(made.flatten().tolist()))
+    with adapted.disable_adapter():
+        made = agree(adapted.base_model.model, generator, prompts(2) | ASKED)
+        found.add(tuple(made.flatten().tolist()))
+    assert len(found) == 3
+
+
+# ------------------------------------------------------------ several at once
+
+
+def test_two_generators_share_a_pool_at_once() -> None:
+    pool = gw.MemoryPool()
+    models = [gpt2(), mistral()]
+    generators = [gw.graph_generate(m, pool=pool, steps_per_launch=4) for m in models]
+    asked = [prompts(1 + index) | ASKED for index in range(3)]
+    wanted = [[model.generate(**each) for each in asked] for model in models]
+    found: dict[tuple[int, int], torch.Tensor] = {}
+
+    def call(which: int, index: int) -> None:
+        found[which, index] = generators[which].generate(**asked[index])
+
+    run_all([lambda w=which, i=index: call(w, i) for which in (0, 1) for index in range(3)])
+    for (which, index), made in found.items():
+        assert torch.equal(made, wanted[which][index])
+    assert len(found) == 6
+
+
+def test_calls_of_one_generator_from_threads(shared: Any) -> None:
+    model, generator = shared
+    asked = [prompts(2, 4 + index) | ASKED for index in range(5)]
+    wanted = [model.generate(**each) for each in asked]
+    found: dict[int, torch.Tensor] = {}
+
+    def call(index: int) -> None:
+        found[index] = generator.generate(**asked[index])
+
+    run_all([lambda i=index: call(i) for index in range(5)])
+    for index, made in found.items():
+        assert torch.equal(made, wanted[index])
+    assert len(found) == 5
+
+
+def run_all(calls: list[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Calling:
+    """A processor that generates while it is asked for the next token."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.depth, self.results = call, 0, []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.depth and ids.shape[1] % 6 == 0:
+            self.depth += 1
+            self.results.append(self.call())
+            self.depth -= 1
+        return scores
+
+
+def test_a_call_inside_of_a_call(shared: Any, monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    model, generator = shared
+    inner = prompts(2, 6) | ASKED
+    wanted = model.generate(**inner)
+    if off:
+        monkeypatch.setattr(GraphedGenerator, "_busy", False, raising=False)
+        monkeypatch.setattr(GraphedGenerator, "__setattr__", ignoring("_busy"))
+        monkeypatch.delitem(vars(generator), "_busy", raising=False)
+    calling = Calling(lambda: generator.generate(**inner))
+    with warnings.catch_warnings(), fails(off):
+        warnings.simplefilter("ignore", gw.FallbackWarning)
+        asked = prompts(2) | ASKED
+        made = generator.generate(**asked, logits_processor=[calling])
+        assert torch.equal(made, model.generate(**asked))
+        assert len(calling.results) >= 2
+        assert all(torch.equal(each, wanted) for each in calling.results)
+
+
+def ignoring(name: str) -> Callable[..., None]:
+    def setattr_(self: Any, key: str, value: Any) -> None:
+        if key != name:
+            object.__setattr__(self, key, value)
+
+    return setattr_
+
+
+def test_a_captured_step_inside_of_another_generation(shared: Any) -> None:
+    model, generator = shared
+    other = mistral()
+    others = gw.graph_generate(other, steps_per_launch=4)
+    inner = prompts(1) | ASKED
+    calling = Calling(lambda: others.generate(**inner))
+    asked = prompts(2) | ASKED
+    made = generator.generate(**asked, logits_processor=[calling])
+    assert torch.equal(made, model.generate(**asked))
+    wanted = other.generate(**inner)
+    assert len(calling.results) >= 2
+    assert all(torch.equal(each, wanted) for each in calling.results)
+    assert others.statistics.eager == {}
+
+
+# ------------------------------------------------------------ what breaks off
+
+
+class Breaking:
+    """A streamer that fails at some token."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        self.left, self.error = at, error
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the streamer")])
+@pytest.mark.parametrize("at", [0, 2, 9])
+def test_the_call_after_one_that_broke_off(shared: Any, error: BaseException, at: int) -> None:
+    model, generator = shared
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            generator.generate(**prompts(1), **ASKED, streamer=Breaking(at, error))
+    before = generator.statistics.calls
+    agree(model, generator, prompts(1, 7) | ASKED)
+    assert generator.statistics.calls == before + 1
+
+
+def test_results_of_earlier_calls_stay(shared: Any) -> None:
+    _, generator = shared
+    asked = prompts(2) | ASKED | {"return_dict_in_generate": True}
+    one = generator.generate(**asked)
+    kept = one.sequences.clone(), one.past_key_values.layers[0].keys.clone()
+    generator.generate(**(prompts(2, 5) | ASKED))
+    assert torch.equal(one.sequences, kept[0])
+    assert torch.equal(one.past_key_values.layers[0].keys, kept[1])
+
+
+def test_inference_mode_and_no_grad_by_turns(shared: Any) -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=4)
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()) * 2:
+        with mode:
+            agree(model, generator, prompts(2) | ASKED)
+    assert generator.statistics.calls == 6
+
+
+def test_a_model_in_training_mode_generates_as_ever() -> None:
+    model: nn.Module = gpt2().train()
+    generator = gw.graph_generate(model)
+    with pytest.warns(gw.FallbackWarning, match="the model is in training mode"):
+        agree(model, generator, prompts(2) | ASKED)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_random_numbers_go_on_as_after_the_model_s_own_call(ends: bool) -> None:
+    """A launch that goes beyond the end draws numbers that nobody sees; they are given back."""
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=4)
+    asked = prompts(2) | {"do_sample": True, "max_new_tokens": 11}
+    if ends:
+        asked["eos_token_id"] = list(range(20))
+    for seed in range(3):
+        found = []
+        for each in (model, generator):
+            torch.manual_seed(seed)
+            found.append((each.generate(**asked), each.generate(**asked), torch.rand(3)))
+        for its, mine in zip(*found, strict=True):
+            assert torch.equal(its, mine)
+
+
+def test_what_is_no_distribution_is_refused_as_the_model_refuses_it() -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    # No end yet, and the likelier an end the longer the text: infinity times zero.
+    asked = prompts(2) | {
+        "do_sample": True, "max_new_tokens": 8, "min_new_tokens": 6, "eos_token_id": 3,
+        "exponential_decay_length_penalty": (1, 1.5),
+    }  # fmt: skip
+    for each in (model, generator):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            each.generate(**asked)
+    # The next call is as ever.
+    agree(model, generator, prompts(2) | ASKED)
