@@ -78,7 +78,7 @@ def assembled(model: nn.Module, x: torch.Tensor, **options: Any) -> gw.TunedModu
         model, (x,), strategies=[Planted("direct", directly)], remember=False, isolate=False
     )
     tuning.run()
-    object.__setattr__(tuning.asked, "on_miss", options.get("on_miss", "eager"))
+    object.__setattr__(tuning.asked.answering, "on_miss", options.get("on_miss", "eager"))
     tuning.report.chosen = "direct"
     return tuning._tuned("direct", [tuning.asked.candidates[-1].build(model, (x,), {})])
 

@@ -55,7 +55,7 @@ def model_of(name: str) -> Any:
 )
 def test_its_tokens_are_the_model_s_own(name: str) -> None:
     model = model_of(name)
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     asked = {"max_new_tokens": NEW, "do_sample": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gw.FallbackWarning)
@@ -70,7 +70,7 @@ def test_its_tokens_are_the_model_s_own(name: str) -> None:
     else:
         assert (statistics.calls, dict(statistics.eager)) == (2, {})
         assert statistics.graphed == statistics.launches
-        assert statistics.steps == 2 * (NEW // 4 * 4)
+        assert statistics.steps == 2 * (NEW // 2 * 2)
 
 
 @pytest.mark.exhaustive
@@ -83,12 +83,12 @@ def test_few_are_left_to_transformers() -> None:
 def shared() -> tuple[Any, gw.GraphedGenerator]:
     """A model and its generator, for what needs no other."""
     model = gpt2()
-    return model, gw.graph_generate(model, steps_per_launch=4)
+    return model, gw.graph_generate(model, steps_per_launch=2)
 
 
 def test_a_text_grows_over_the_buckets_without_a_copy(shared: Any) -> None:
     model, _ = shared
-    generator = gw.graph_generate(model, buckets=[16, 32, 64], steps_per_launch=4)
+    generator = gw.graph_generate(model, buckets=[16, 32, 64], steps_per_launch=2)
     agree(model, generator, prompts(2) | {"max_new_tokens": 50, "do_sample": False})
     assert generator.statistics.captures == 3
     # Later calls find all of them, whatever their length.
@@ -169,7 +169,7 @@ def test_a_streamer_is_given_what_the_model_gives_it(shared: Any, ends: int | No
 )
 def test_scores_and_the_cache_are_returned(name: str) -> None:
     model = model_of(name)
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     each_once = {"max_new_tokens": 12, "do_sample": False, "no_repeat_ngram_size": 1}
     free = model.generate(**prompts(2), **each_once)[:, -12:]
     for more in ({}, {"output_scores": True, "output_logits": True}):
@@ -296,7 +296,7 @@ def test_encoders_of_any_length_share_a_graph() -> None:
     )
     torch.manual_seed(0)
     model = varied(transformers.T5ForConditionalGeneration(config).eval(), 3)
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     asked = {"max_new_tokens": 21, "do_sample": False, "no_repeat_ngram_size": 1}
     for length in (5, 9, 40):
         agree(model, generator, prompts(2, length) | asked)
@@ -315,7 +315,7 @@ def test_speech(each_once: dict[str, int]) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = varied(transformers.WhisperForConditionalGeneration(config).eval(), 4)
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     asked = {"input_features": torch.randn(2, 8, 100), "max_new_tokens": 30, "do_sample": False}
     agree(model, generator, asked | each_once)
     assert generator.statistics.eager == {}

@@ -378,7 +378,7 @@ def test_only_those_that_are_put_back_are_told_of() -> None:
         """What a call can reach."""
 
         def __init__(self, *objects: Any) -> None:
-            self.objects, self.sources = list(objects), list[Any]()
+            self.objects, self.places = list(objects), list[Any]()
 
     own, done = numpy.random.default_rng(0), threading.Event()
     other = threading.Thread(target=done.wait)

@@ -24,7 +24,7 @@ ASKED = {"max_new_tokens": 20, "do_sample": False}
 @pytest.fixture(scope="module")
 def shared() -> tuple[Any, gw.GraphedGenerator]:
     model = gpt2()
-    return model, gw.graph_generate(model, steps_per_launch=4)
+    return model, gw.graph_generate(model, steps_per_launch=2)
 
 
 @pytest.fixture(params=[False, True], ids=["protected", "unprotected"])
@@ -52,7 +52,7 @@ def not_cleared(layer: Any, filled: Any, length: int) -> None:
 
 def test_what_an_earlier_call_left_in_the_cache(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
     model = gpt2()
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     agree(model, generator, prompts(2) | ASKED)
     if off:
         monkeypatch.setattr(static_cache.PositionedLayer, "read", not_cleared)
@@ -149,7 +149,7 @@ def test_an_end_in_the_first_token(shared: Any) -> None:
 
 def test_weights_change_between_two_calls(shared: Any) -> None:
     model = gpt2()
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
 
     def in_place() -> None:
         with torch.no_grad():
@@ -184,7 +184,7 @@ def test_an_adapter_is_switched_on_and_off() -> None:
     adapted = peft.get_peft_model(model, config, adapter_name="one")
     adapted.add_adapter("two", config)
     adapted.eval()
-    generator = gw.graph_generate(adapted.base_model.model, steps_per_launch=4)
+    generator = gw.graph_generate(adapted.base_model.model, steps_per_launch=2)
     found = set()
     for name in ("one", "two", "one", "two"):
         adapted.set_adapter(name)
@@ -202,7 +202,7 @@ def test_an_adapter_is_switched_on_and_off() -> None:
 def test_two_generators_share_a_pool_at_once() -> None:
     pool = gw.MemoryPool()
     models = [gpt2(), mistral()]
-    generators = [gw.graph_generate(m, pool=pool, steps_per_launch=4) for m in models]
+    generators = [gw.graph_generate(m, pool=pool, steps_per_launch=2) for m in models]
     asked = [prompts(1 + index) | ASKED for index in range(3)]
     wanted = [[model.generate(**each) for each in asked] for model in models]
     found: dict[tuple[int, int], torch.Tensor] = {}
@@ -282,7 +282,7 @@ def ignoring(name: str) -> Callable[..., None]:
 def test_a_captured_step_inside_of_another_generation(shared: Any) -> None:
     model, generator = shared
     other = mistral()
-    others = gw.graph_generate(other, steps_per_launch=4)
+    others = gw.graph_generate(other, steps_per_launch=2)
     inner = prompts(1) | ASKED
     calling = Calling(lambda: others.generate(**inner))
     asked = prompts(2) | ASKED
@@ -336,7 +336,7 @@ def test_results_of_earlier_calls_stay(shared: Any) -> None:
 
 def test_inference_mode_and_no_grad_by_turns(shared: Any) -> None:
     model = gpt2()
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     for mode in (torch.inference_mode(), torch.no_grad(), torch.enable_grad()) * 2:
         with mode:
             agree(model, generator, prompts(2) | ASKED)
@@ -354,7 +354,7 @@ def test_a_model_in_training_mode_generates_as_ever() -> None:
 def test_random_numbers_go_on_as_after_the_model_s_own_call(ends: bool) -> None:
     """A launch that goes beyond the end draws numbers that nobody sees; they are given back."""
     model = gpt2()
-    generator = gw.graph_generate(model, steps_per_launch=4)
+    generator = gw.graph_generate(model, steps_per_launch=2)
     asked = prompts(2) | {"do_sample": True, "max_new_tokens": 11}
     if ends:
         asked["eos_token_id"] = list(range(20))
