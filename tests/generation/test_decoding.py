@@ -127,6 +127,45 @@ def test_state_in_place_swapped_and_shifted() -> None:
         assert torch.equal(mine, its)
 
 
+def test_a_token_that_is_a_view_of_the_state() -> None:
+    def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        queue = state["queue"]
+        return queue[:, 0], {"queue": torch.cat([queue[:, 1:], token[:, None] + 10], 1)}
+
+    def state() -> Any:
+        return {"queue": torch.arange(9).reshape(3, 3)}
+
+    made = gw.decode(step, state(), first(), max_steps=9, steps_per_launch=2)
+    assert torch.equal(made.tokens, plain(step, state(), first(), 9)[0])
+
+
+def test_leaves_that_share_memory_are_refused() -> None:
+    whole = torch.zeros(3, 8)
+    for state in ([whole, whole[:, :2]], {"a": whole, "b": whole}):
+        with pytest.raises(gw.OptionError, match="leaves 0 and 1 of the state share memory"):
+            gw.decode(lambda token, state: (token, state), state, first(), max_steps=2)
+    rows = [whole[0], whole[1]]
+    gw.decode(lambda token, state: (token, state), rows, first(), max_steps=2)
+
+
+def test_a_state_of_other_things_is_refused_by_name() -> None:
+    with pytest.raises(gw.OptionError, match="leaf 0 of the state is an object: pass a tensor"):
+        gw.decode(lambda token, state: (token, state), [object()], first(), max_steps=2)
+
+
+def test_many_forms_inside_of_a_step_that_runs_eagerly() -> None:
+    """The table drops what runs just now."""
+
+    def outer(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        count = int(token[0])
+        inner = gw.decode(lambda t, s: (t + 1, s), [], first(1 + count % 11), max_steps=1)
+        return token + 1 + 0 * inner.tokens[0, 0], state
+
+    with pytest.warns(gw.FallbackWarning):
+        made = gw.decode(outer, [], first(), max_steps=12, steps_per_launch=1)
+    assert made.tokens[0].tolist() == list(range(2, 14))
+
+
 def test_draws_differ_from_step_to_step_and_repeat_under_a_seed() -> None:
     def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
         return torch.randint(0, 1000, token.shape), state

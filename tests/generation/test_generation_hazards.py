@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generating import LENGTH, agree, gpt2, mistral, prompts
+from generating import LENGTH, agree, gpt2, mistral, prompts, varied
 from torch import nn
 
 import graphwright as gw
@@ -380,3 +381,169 @@ def test_what_is_no_distribution_is_refused_as_the_model_refuses_it() -> None:
             each.generate(**asked)
     # The next call is as ever.
     agree(model, generator, prompts(2) | ASKED)
+
+
+# ------------------------------------------------------------ models of their own kind
+
+
+def gpt_neo() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, window_size=80,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=256,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return varied(transformers.GPTNeoForCausalLM(config).eval(), 8)
+
+
+def test_a_window_that_hangs_on_the_end_of_the_cache(
+    monkeypatch: pytest.MonkeyPatch, off: bool
+) -> None:
+    """GPT-Neo slices its mask by the cache's length: only a longer bucket shows it."""
+    model = gpt_neo()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    if off:
+        monkeypatch.setattr(
+            decode_steps.DecodeSteps,
+            "_buckets",
+            lambda self, positions: [self._visible(positions)],
+        )
+    with warnings.catch_warnings(), fails(off):
+        warnings.simplefilter("ignore", gw.FallbackWarning)
+        agree(model, generator, prompts(1, 20) | {"max_new_tokens": 80, "do_sample": False})
+        (reason,) = generator.statistics.eager
+        assert "its step differs with a static cache" in reason
+
+
+class Replying(transformers.LlamaForCausalLM):
+    """Takes a word of a reply in each step, and hands on the rest."""
+
+    def forward(self, *args: Any, reply: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        if reply is not None and reply.shape[1]:
+            found.logits = found.logits.roll(int(reply.shape[1]), -1)
+        return found
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: Any, **kwargs: Any
+    ) -> Any:
+        found = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        if found.get("reply") is not None:
+            found["reply"] = found["reply"][:, 1:]
+        return found
+
+
+class Choosing(transformers.LlamaForCausalLM):
+    """Chooses tokens in a way of its own."""
+
+    def _sample(self, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return torch.cat([input_ids, input_ids + 1], dim=1)
+
+
+def llama(cls: Any = transformers.LlamaForCausalLM) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+    )  # fmt: skip
+    return varied(cls(config).eval(), 8)
+
+
+def test_what_a_model_hands_from_step_to_step(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
+    model = llama(Replying)
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    asked = prompts(2) | ASKED | {"reply": torch.arange(12).repeat(2, 1)}
+    if off:
+        monkeypatch.setattr(decode_steps, "_handed_on", lambda *args: None)
+    with warnings.catch_warnings(), fails(off):
+        warnings.simplefilter("ignore", gw.FallbackWarning)
+        agree(model, generator, asked)
+        assert "hands reply to the next one" in next(iter(generator.statistics.eager))
+
+
+def test_a_model_s_own_way_to_choose() -> None:
+    model = llama(Choosing)
+    generator = gw.graph_generate(model)
+    with pytest.warns(gw.FallbackWarning, match="the model has a loop of its own"):
+        made = agree(model, generator, prompts(2) | ASKED)
+    assert made.shape[1] == 2 * LENGTH
+
+
+def test_a_generate_that_takes_no_other_loop() -> None:
+    class Strict(transformers.LlamaForCausalLM):
+        def generate(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            unknown = kwargs.keys() & {"custom_generate"}
+            if unknown:
+                raise ValueError(f"these `model_kwargs` are not used: {sorted(unknown)}")
+            return super().generate(input_ids, **kwargs)
+
+    model = llama(Strict)
+    generator = gw.graph_generate(model)
+    with pytest.warns(gw.FallbackWarning, match="takes no other loop"):
+        agree(model, generator, prompts(2) | ASKED)
+
+
+def test_another_precision_and_autocast_by_turns() -> None:
+    model = llama()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    agree(model, generator, prompts(2) | ASKED)
+    with torch.autocast("cpu", torch.bfloat16):
+        agree(model, generator, prompts(2) | ASKED)
+    agree(model, generator, prompts(2) | ASKED)
+    assert generator.statistics.eager == {}
+    model.double()
+    agree(model, generator, prompts(2) | ASKED)
+    assert generator.statistics.eager == {}
+
+
+def test_positions_that_a_decoder_has_learned_are_not_overrun() -> None:
+    config = transformers.WhisperConfig(
+        vocab_size=120, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8,
+        max_source_positions=50, max_target_positions=40, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=3, suppress_tokens=None, begin_suppress_tokens=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = varied(transformers.WhisperForConditionalGeneration(config).eval(), 4)
+    generator = gw.graph_generate(model, steps_per_launch=8)
+    asked = {"input_features": torch.randn(1, 8, 100), "max_new_tokens": 39, "do_sample": False}
+    agree(model, generator, asked)
+    assert generator.statistics.eager == {}
+
+
+def test_all_tokens_of_a_call_that_runs_out_of_time_are_streamed() -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    agree(model, generator, prompts(1) | ASKED)
+    seen: list[int] = []
+
+    class Streamer:
+        def put(self, tokens: torch.Tensor) -> None:
+            seen.extend(tokens.reshape(-1).tolist())
+
+        def end(self) -> None:
+            pass
+
+    made = generator.generate(**prompts(1), **ASKED, max_time=1e-9, streamer=Streamer())
+    assert made[0].tolist() == seen
+
+
+def test_few_ways_to_choose_are_kept() -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    for k in range(2, decode_steps._MOST_CHOICES + 5):
+        options = {"do_sample": True, "max_new_tokens": 4, "top_k": k}
+        agree(model, generator, prompts(1) | options)
+    (kept,) = generator._kept.values()
+    assert len(kept._choices) == len(kept._graphs) == decode_steps._MOST_CHOICES
+    assert generator.statistics.captures == decode_steps._MOST_CHOICES + 3
+
+
+def test_a_copy_generates_by_graphs_of_its_own() -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    other = copy.deepcopy(generator)
+    assert other.model is not model
+    agree(model, other, prompts(1) | ASKED)
+    assert other.statistics.calls == 1
+    assert generator.statistics.calls == 0

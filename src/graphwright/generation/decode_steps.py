@@ -11,15 +11,21 @@ import torch
 
 from ..errors import CaptureError, GraphwrightError
 from ..graphs.memory import MemoryPool
-from .decoder import Decoder, Inputs, TokenChoice, forward_step
+from .decoder import GROWING, Decoder, Inputs, TokenChoice, forward_step
 from .eager_loop import EagerLoop
 from .launches import Counts, StepGraphs, launches
 from .processors import StaticProcessor, static
 from .steps import in_turn, lasting
 
-# A first step that differs by more than so many ulps of the largest logit is another computation.
+# A first step is another computation if it differs by more than so many ulps: of the largest logit
+# anywhere, or by half as many of the logits' root mean square on average.
 _ULPS = {torch.float32: 8192, torch.bfloat16: 8, torch.float16: 32, torch.float64: 65536}
+_CRITERIA = "transformers.generation.stopping_criteria"
 _IN_THE_GRAPH = ("MaxLengthCriteria", "EosTokenCriteria", "MaxTimeCriteria")
+# Ways to choose a token whose graphs are kept.
+_MOST_CHOICES = 8
+# Names of a model's greatest number of positions.
+_POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
 
 
 class DecodeSteps:
@@ -31,11 +37,13 @@ class DecodeSteps:
         self.decoder, self.verified = decoder, False
         self._pool, self._at_once, self._room = pool, at_once, room
         self._graphs: dict[Any, StepGraphs] = {}
-        self._choices: dict[Any, TokenChoice] = {}
+        self._choices: dict[Any, TokenChoice] = {}  # least recently used first
+        self._past = Counts()
+        self._again = 0
 
     @property
     def counts(self) -> Counts:
-        return Counts.total(each.counts for each in self._graphs.values())
+        return Counts.total([self._past, *(each.counts for each in [*self._graphs.values()])])
 
     @property
     def refused(self) -> GraphwrightError | None:
@@ -51,28 +59,40 @@ class DecodeSteps:
             graphs.close()
 
     def verify(self, loop: EagerLoop, inputs: Inputs, filled: int) -> None:
-        """Compare one step with the model's own, and stand before it again.
+        """Compare one step with the model's own, for each bucket, and stand before it again.
+
+        A bucket that is much longer than the text shows whether what lies behind the text, or the
+        bucket's end, makes a difference.
 
         Raises:
             CaptureError: the static step fails, or computes something else.
         """
-        decoder, problem = self.decoder, None
-        decoder.read(loop, inputs)
+        decoder, problem, found = self.decoder, None, []
         try:
-            forward_step(decoder, self._visible(filled + 1))()
+            for visible in self._buckets(filled + 1):
+                decoder.read(loop, inputs)
+                forward_step(decoder, visible)()
+                found.append(decoder.logits.clone())
         except Exception as error:
             problem = f"its step fails with a static cache ({type(error).__name__}: {error})"
-        mine = decoder.logits.clone()
         decoder.read(loop, inputs)
         before = loop.kwargs
         logits = loop.forward()
-        problem = problem or _difference(mine, logits, loop.model.dtype)
+        problems = (_difference(mine, logits, loop.model.dtype) for mine in found)
+        problem = problem or next(filter(None, problems), None) or _handed_on(loop, before)
         if problem is not None:
             loop.choose(logits)
             raise CaptureError(problem)
         # The model's own cache is one step ahead from here on; nobody reads it any more.
         loop.kwargs = before
         self.verified = True
+
+    def _buckets(self, positions: int) -> list[int]:
+        """All prefixes that steps of this form may see, from the first one on."""
+        found = [self._visible(positions)]
+        while found[-1] < self.decoder.capacity:
+            found.append(self._visible(found[-1] + 1))
+        return found
 
     def run(self, loop: EagerLoop, filled: int, steps: int) -> str | None:
         """Make all tokens that are left, at most `steps`; gives why they are chosen eagerly."""
@@ -84,6 +104,10 @@ class DecodeSteps:
             made = self._outside(loop, filled, steps)
         if loop.config.return_dict_in_generate:
             self.decoder.cache.give(loop.cache, filled + made)
+        again = sum(graphs.recaptures for graphs in self._graphs.values())
+        if again > self._again:
+            # The model has changed: the next call compares anew.
+            self._again, self.verified = again, False
         return why
 
     def _inside(
@@ -92,10 +116,12 @@ class DecodeSteps:
         """Choose in the graph, several tokens a launch; gives the steps that count."""
         decoder, samples, ends = self.decoder, bool(loop.config.do_sample), _end_tokens(loop)
         key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
-        choice = self._choices.get(key)
+        choice = self._choices.pop(key, None)
         if choice is None:
+            self._make_room()
             with lasting():
-                choice = self._choices[key] = TokenChoice(decoder, processors, samples, ends)
+                choice = TokenChoice(decoder, processors, samples, ends)
+        self._choices[key] = choice  # the one that was used last
         choice.read(processors, ends)
         # States cannot be rolled back: where they are given to the caller, no step is too many.
         exact = loop.config.return_dict_in_generate and not decoder.cache.rolls_back
@@ -110,19 +136,30 @@ class DecodeSteps:
             ended=decoder.ended if early and not looks else None,
         ):
             progress.done += count
-            if progress.over() or (looks and progress.shown()):
+            if (looks and progress.shown()) or progress.over():
                 break
         return progress.finish(loop)
 
     def _rounded(self, loop: EagerLoop, filled: int, steps: int, at_once: int) -> int:
         """So many steps in whole launches, if there are positions for those that are too many."""
-        positions = self.decoder.capacity
         config = loop.model.config.get_text_config(decoder=True)
-        most = getattr(config, "max_position_embeddings", None)
-        if most is not None:
-            positions = min(positions, most)
+        known = [getattr(config, name) for name in _POSITIONS if getattr(config, name, None)]
+        # Where nobody says how many positions the model has learned, it may be all that are left.
+        free = known or not self.decoder.cache.has_positions
+        positions = min([self.decoder.capacity, *known]) if free else 0
         rounded = -(-steps // at_once) * at_once
         return rounded if filled + rounded <= positions else steps
+
+    def _make_room(self) -> None:
+        """Close the graphs of the choice that was used least recently, if there are too many."""
+        while len(self._choices) >= _MOST_CHOICES:
+            oldest = next(iter(self._choices))
+            del self._choices[oldest]
+            for visible, key in [*self._graphs]:
+                if key == oldest:
+                    graphs = self._graphs.pop((visible, key))
+                    self._past = Counts.total([self._past, graphs.counts])
+                    graphs.close()
 
     def _outside(self, loop: EagerLoop, filled: int, steps: int) -> int:
         """Let transformers choose each token from the logits of a graph."""
@@ -171,7 +208,7 @@ class _Progress:
         self._limits = [
             (each.initial_timestamp, each.max_time)
             for each in loop.stopping_criteria
-            if type(each).__name__ == "MaxTimeCriteria"
+            if _is(each, "MaxTimeCriteria")
         ]
         self.timed = bool(self._limits)
         self._draws = _Draws(decoder.logits) if loop.config.do_sample else None
@@ -244,7 +281,7 @@ def _why_outside(loop: EagerLoop, processors: list[StaticProcessor | None]) -> s
         if mine is None:
             return f"{type(its).__name__} looks at each token"
     for each in loop.stopping_criteria:
-        if type(each).__name__ not in ("MaxLengthCriteria", "EosTokenCriteria", "MaxTimeCriteria"):
+        if not _is(each, *_IN_THE_GRAPH):
             return f"{type(each).__name__} looks at each token"
     if loop.config.return_dict_in_generate and (
         loop.config.output_scores or loop.config.output_logits
@@ -257,9 +294,31 @@ def _end_tokens(loop: EagerLoop) -> torch.Tensor | None:
     found = [
         each.eos_token_id.reshape(-1)
         for each in loop.stopping_criteria
-        if type(each).__name__ == "EosTokenCriteria"
+        if _is(each, "EosTokenCriteria")
     ]
     return torch.cat(found).to(loop.input_ids.device) if found else None
+
+
+def _is(criterion: Any, *names: str) -> bool:
+    """Whether a stopping criterion is one of these of transformers."""
+    kind = type(criterion)
+    return kind.__module__ == _CRITERIA and kind.__name__ in names
+
+
+def _handed_on(loop: EagerLoop, before: dict[str, Any]) -> str | None:
+    """What a step hands to the next one beside its cache, masks and positions; None if nothing."""
+    known = {loop.cache_name, *GROWING}
+    for name in {*before, *loop.kwargs} - known:
+        old, new = before.get(name), loop.kwargs.get(name)
+        if old is new:
+            continue
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            if old.shape == new.shape and torch.equal(old, new):
+                continue
+        elif type(old) is type(new) and isinstance(new, bool | int | float | str) and old == new:
+            continue
+        return f"each of its steps hands {name} to the next one"
+    return None
 
 
 def _difference(mine: torch.Tensor, its: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -267,8 +326,11 @@ def _difference(mine: torch.Tensor, its: torch.Tensor, dtype: torch.dtype) -> st
     finite = torch.isfinite(its)
     if not torch.equal(finite, torch.isfinite(mine)):
         return "its step differs with a static cache: other logits are infinite"
-    scale = float(its[finite].abs().max()) if bool(finite.any()) else 0.0
-    off = float((mine - its)[finite].abs().max()) if bool(finite.any()) else 0.0
-    if off > _ULPS.get(dtype, 8192) * torch.finfo(dtype).eps * scale:
-        return f"its step differs with a static cache: a logit is off by {off:.3g} of {scale:.3g}"
+    if not bool(finite.any()):
+        return None
+    ulp = _ULPS.get(dtype, 8192) * torch.finfo(dtype).eps
+    off, size = (mine - its)[finite].double(), its[finite].double()
+    if off.abs().max() > ulp * size.abs().max() or off.norm() > ulp / 2 * size.norm():
+        most, scale = float(off.abs().max()), float(size.abs().max())
+        return f"its step differs with a static cache: a logit is off by {most:.3g} of {scale:.3g}"
     return None

@@ -22,6 +22,13 @@ from .static_cache import StaticCopy, length_of
 
 # Of these a step takes what belongs to the last token.
 _OF_LAST_TOKEN = ("token_type_ids", "mm_token_type_ids")
+# What transformers itself makes longer from step to step.
+GROWING = frozenset(
+    (
+        *("attention_mask", "decoder_attention_mask", "position_ids", "decoder_position_ids"),
+        *_OF_LAST_TOKEN,
+    )
+)
 _EAGERLY = "Such calls generate eagerly."
 
 

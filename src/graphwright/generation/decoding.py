@@ -92,23 +92,27 @@ def decode(
         None if steps_per_launch is None else _count_problem("steps_per_launch", steps_per_launch),
     )
     leaves, form = pytree.tree_flatten(state)
+    refuse("decode", *_leaves_problems(leaves))
     ends = _ends_of(until, token)
     if _captured_now(token.device):
         with torch.no_grad():
             return _in_capture(step, state, token, ends, max_steps, pad)
     at_once = STEPS_PER_LAUNCH if steps_per_launch is None else steps_per_launch
     key = (
-        *(step, form, _forms_of([token, *leaves]), _doubled(max_steps)),
+        *(_identity(step), form, _forms_of([token, *leaves]), _doubled(max_steps)),
         *(_key_of(until), pad, id(pool), at_once),
     )
+    late: list[_Loop] = []
     with _KEPT_LOCK:
         loop = _KEPT.pop(key, None)
         if loop is None:
             with lasting():
                 loop = _Loop(step, leaves, form, token, ends, _doubled(max_steps), pad, pool)
         while len(_KEPT) >= _MOST_KEPT:
-            _KEPT.pop(next(iter(_KEPT))).close()
+            late.append(_KEPT.pop(next(iter(_KEPT))))
         _KEPT[key] = loop  # the one that was used last
+    for each in late:
+        each.close()
     with torch.no_grad():
         return loop.run(leaves, token, max_steps, at_once)
 
@@ -135,41 +139,55 @@ class _Loop:
         one = decode_step(step, self._state, form, self._kept, ends, pad)
         self._graphs = StepGraphs(one, MemoryPool() if pool is None else pool)
         self._lock = threading.Lock()
+        self._closed = False
+        # Keys name it by its identity.
+        self._step = step
 
     def run(
         self, leaves: Sequence[Any], token: torch.Tensor, max_steps: int, at_once: int
     ) -> Decoded:
         """All steps of a call."""
-        kept = self._kept
         with self._lock:
-            for mine, its in zip(self._state, leaves, strict=True):
-                if isinstance(mine, torch.Tensor):
-                    mine.copy_(its)
-            kept.token.copy_(token)
-            kept.count.zero_()
-            kept.lengths.zero_()
-            kept.unfinished.fill_(True)
-            kept.ended.fill_(False)
-            ended = kept.ended if self._ends_early else None
-            steps = sum(launches(lambda _: self._graphs, max_steps, at_once=at_once, ended=ended))
-            if self._graphs.refused is not None:
-                _tell(self._graphs.refused)
-            lengths = kept.lengths.clone()
-            made = int(lengths.max()) if self._ends_early and len(lengths) else steps
-            state = [
-                each.clone() if isinstance(each, torch.Tensor) else each for each in self._state
-            ]
-            return Decoded(
-                kept.tokens[:, :made].clone(),
-                lengths,
-                pytree.tree_unflatten(state, self._form),
-                steps,
-            )
+            try:
+                return self._run(leaves, token, max_steps, at_once)
+            finally:
+                if self._closed:
+                    self._graphs.close()
+
+    def _run(
+        self, leaves: Sequence[Any], token: torch.Tensor, max_steps: int, at_once: int
+    ) -> Decoded:
+        kept = self._kept
+        for mine, its in zip(self._state, leaves, strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(its)
+        kept.token.copy_(token)
+        kept.count.zero_()
+        kept.lengths.zero_()
+        kept.unfinished.fill_(True)
+        kept.ended.fill_(False)
+        ended = kept.ended if self._ends_early else None
+        steps = sum(launches(lambda _: self._graphs, max_steps, at_once=at_once, ended=ended))
+        if self._graphs.refused is not None:
+            _tell(self._graphs.refused)
+        lengths = kept.lengths.clone()
+        made = int(lengths.max()) if self._ends_early and len(lengths) else steps
+        state = [each.clone() if isinstance(each, torch.Tensor) else each for each in self._state]
+        return Decoded(
+            kept.tokens[:, :made].clone(),
+            lengths,
+            pytree.tree_unflatten(state, self._form),
+            steps,
+        )
 
     def close(self) -> None:
-        """Close the graphs, once nothing runs them."""
-        with self._lock:
-            self._graphs.close()
+        """Close the graphs, now or when the call that runs them ends."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self._graphs.close()
+            finally:
+                self._lock.release()
 
 
 def _captured_now(device: torch.device) -> bool:
@@ -226,6 +244,35 @@ def _key_of(until: Until) -> Any:
     if isinstance(until, torch.Tensor):
         return tuple(until.reshape(-1).tolist())
     return tuple(until) if isinstance(until, Sequence) else until
+
+
+def _identity(step: Any) -> tuple[Any, ...]:
+    """A step function itself, whatever it is equal to; a method by its object."""
+    owner = getattr(step, "__self__", None)
+    return (id(step),) if owner is None else (id(owner), getattr(step, "__func__", step))
+
+
+def _leaves_problems(leaves: Sequence[Any]) -> list[str | None]:
+    """What is wrong with the leaves of a state."""
+    found: list[str | None] = []
+    seen: list[tuple[int, int, int]] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if not leaf.numel():
+                continue
+            begin = leaf.data_ptr()
+            span = sum((n - 1) * abs(s) for n, s in zip(leaf.shape, leaf.stride(), strict=True))
+            end = begin + (span + 1) * leaf.element_size()
+            other = next((i for i, lo, hi in seen if begin < hi and lo < end), None)
+            if other is not None:
+                found.append(
+                    f"leaves {other} and {index} of the state share memory: pass one of them, and "
+                    "take the other from it inside of step, or pass a clone"
+                )
+            seen.append((index, begin, end))
+        elif not isinstance(leaf, bool | int | float | complex | str | bytes | None | torch.dtype):
+            found.append(f"leaf {index} of the state is {in_brief(leaf)}: pass a tensor")
+    return found
 
 
 def _forms_of(leaves: Sequence[Any]) -> tuple[Any, ...]:

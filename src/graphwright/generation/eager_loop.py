@@ -8,6 +8,7 @@ Source: transformers, generation/utils.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,18 @@ from transformers.generation.utils import (
     ALL_CACHE_NAMES,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
+    GenerationMixin,
 )
+
+
+# The method of a model that makes tokens one after another.
+_LOOP = "_sample"
+
+
+def own_loop(model: Any) -> Callable[..., Any] | None:
+    """A model's own way to choose tokens; None if it has that of all models."""
+    loop: Callable[..., Any] = getattr(type(model), _LOOP)
+    return None if loop is getattr(GenerationMixin, _LOOP) else loop
 
 
 @dataclass(eq=False)
@@ -82,7 +94,7 @@ class EagerLoop:
     def advance(self, outputs: Any) -> None:
         """Make masks and positions one longer."""
         self.kwargs = self.model._update_model_kwargs_for_generation(
-            outputs, self.kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+            outputs, dict(self.kwargs), is_encoder_decoder=self.model.config.is_encoder_decoder
         )
 
     def choose(self, logits: torch.Tensor) -> None:
@@ -109,9 +121,8 @@ class EagerLoop:
 
     def run(self) -> None:
         """Go on to the end, with the model's own cache."""
-        with self.model._optimize_model_for_decode():
-            while not self.ended:
-                self.choose(self.forward())
+        while not self.ended:
+            self.choose(self.forward())
 
     def result(self) -> Any:
         """What generate() returns."""

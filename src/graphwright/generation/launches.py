@@ -111,6 +111,11 @@ class StepGraphs:
                 found[reason] = found.get(reason, 0) + calls
         return found
 
+    @property
+    def recaptures(self) -> int:
+        """Graphs that were captured again, since what they depend on has changed."""
+        return sum(max(0, graph.statistics.captures - 1) for _, graph in self._made())
+
     def _made(self) -> list[tuple[int, GraphedCallable]]:
         return [(steps, graph) for steps, graph in self._graphs.items() if graph is not None]
 

@@ -10,7 +10,7 @@ keeps (StaticSlidingWindowLayer) branches on a number of the host when the windo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,8 +54,9 @@ class PositionedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write those of one position, shape (batch, heads, 1, size), and give all of them."""
         at = self.clock.view(1)
-        self.keys.index_copy_(2, at, key_states)
-        self.values.index_copy_(2, at, value_states)
+        # As where they are joined: the wider type of the two.
+        self.keys.index_copy_(2, at, key_states.to(self.keys.dtype))
+        self.values.index_copy_(2, at, value_states.to(self.values.dtype))
         return self.keys[:, :, : self.visible], self.values[:, :, : self.visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -75,6 +76,8 @@ class PositionedLayer(CacheLayerMixin):
         for mine, its in ((self.keys, filled.keys), (self.values, filled.values)):
             # A sliding window has forgotten the positions before it.
             first = length - its.shape[2]
+            if first < 0:
+                raise CaptureError("its cache holds more than its length", remedy="Pass none.")
             # NaN times a weight of zero is NaN: what an earlier call has left has to go.
             mine.zero_()
             mine[:, :, first:length].copy_(its)
@@ -200,6 +203,11 @@ class StaticCopy:
             self._cross = [CrossLayer(layer, encoder_length or 0) for layer in cross.layers]
 
     @property
+    def has_positions(self) -> bool:
+        """Whether a layer keeps positions; others keep states alone."""
+        return any(isinstance(layer, PositionedLayer) for layer in self._own)
+
+    @property
     def rolls_back(self) -> bool:
         """Whether a step too many leaves no trace: positions can be cut off, states cannot."""
         return not any(isinstance(layer, LinearAttentionLayer) for layer in self._own)
@@ -241,6 +249,8 @@ _STATIC: dict[str, _Made] = {
 
 
 def _static(layer: Any) -> _Made:
+    if isinstance(layer, CacheLayerMixin) and (layer.keys is None or layer.keys.ndim != 4):
+        raise CaptureError("a layer of its cache holds no keys", remedy="It generates eagerly.")
     made = _STATIC.get(type(layer).__name__)
     if made is None or type(layer).__module__ != cache_utils.__name__:
         raise CaptureError(
@@ -255,6 +265,25 @@ def _caches(filled: Any) -> tuple[Any, Any]:
     if isinstance(filled, EncoderDecoderCache):
         return filled.self_attention_cache, filled.cross_attention_cache
     return filled, None
+
+
+def form_of(filled: Any) -> tuple[Any, ...]:
+    """Equal for two caches whose content fits the same static tensors, but for their lengths."""
+    own, cross = _caches(filled)
+    layers = [*own.layers, *(() if cross is None else cross.layers)]
+    return tuple((type(layer).__name__, *_forms(layer)) for layer in layers)
+
+
+def _forms(layer: Any) -> Iterator[tuple[Any, ...]]:
+    for name in ("keys", "values"):
+        tensor = getattr(layer, name, None)
+        if tensor is not None:
+            shape = (*tensor.shape[:2], *tensor.shape[3:])
+            yield name, shape, tensor.dtype, tensor.device
+    for name in ("conv_states", "recurrent_states"):
+        for index, tensor in getattr(layer, name, {}).items():
+            if tensor is not None:
+                yield name, index, tensor.shape, tensor.dtype, tensor.device
 
 
 def length_of(filled: Any) -> int:

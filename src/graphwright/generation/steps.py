@@ -88,6 +88,8 @@ def decode_step(
     def one() -> None:
         made, following = step(kept.token, pytree.tree_unflatten(list(state), form))
         leaves = _checked(made, following, kept.token, state, form)
+        if made is not kept.token and _shares(made, state):
+            made = made.clone()  # The state is written before it.
         shown = made
         if ends is not None:
             # A step is given no padding, which may be no token that it knows.
