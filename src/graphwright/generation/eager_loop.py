@@ -20,7 +20,6 @@ from transformers.generation.utils import (
     GenerationMixin,
 )
 
-
 # The method of a model that makes tokens one after another.
 _LOOP = "_sample"
 

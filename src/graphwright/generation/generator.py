@@ -39,7 +39,7 @@ class GenerationStatistics:
     """How the calls of a generator went so far.
 
     Attributes:
-        calls: calls of generate() whose tokens graphs have made.
+        calls: calls of generate() whose tokens graphs have made, or that ended at the first one.
         eager: other calls, by reason: they ran as transformers runs them.
         steps: decode steps that ran for them; the first token of a call comes from its prompt.
         launches: launches that these steps took.
