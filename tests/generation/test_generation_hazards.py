@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -539,10 +540,36 @@ def test_few_ways_to_choose_are_kept() -> None:
     assert generator.statistics.captures == decode_steps._MOST_CHOICES + 3
 
 
-def test_a_copy_generates_by_graphs_of_its_own() -> None:
+class Leaving:
+    """A streamer that closes or releases what it streams of."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self.leave = leave
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.leave()
+
+    def end(self) -> None:
+        pass
+
+
+def test_released_and_closed_inside_of_a_call() -> None:
     model = gpt2()
     generator = gw.graph_generate(model, steps_per_launch=2)
-    other = copy.deepcopy(generator)
+    for leave in (generator.release, generator.close):
+        made = generator.generate(**prompts(1), **ASKED, streamer=Leaving(leave))
+        assert torch.equal(made, model.generate(**prompts(1), **ASKED))
+        assert generator.pool.in_use == 0
+    assert generator.statistics.calls == 2
+    with pytest.warns(gw.FallbackWarning, match="the generator is closed"):
+        agree(model, generator, prompts(1) | ASKED)
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_generates_by_graphs_of_its_own(made: Callable[[Any], Any]) -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model, steps_per_launch=2)
+    other = made(generator)
     assert other.model is not model
     agree(model, other, prompts(1) | ASKED)
     assert other.statistics.calls == 1
