@@ -141,5 +141,5 @@ def test_a_licence_is_learnt_and_recited_by_graphs(capsys: pytest.CaptureFixture
     printed = capsys.readouterr().out
     # What it was asked to go on with, as the licence does.
     assert "Unless required by applicable law or agreed to in writing, software" in printed
-    assert "0 launches ran the step eagerly" in printed
+    assert "0 launches without a graph" in printed
     assert ("The gain is on a GPU" in printed) is not torch.cuda.is_available()
