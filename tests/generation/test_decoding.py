@@ -139,6 +139,17 @@ def test_a_token_that_is_a_view_of_the_state() -> None:
     assert torch.equal(made.tokens, plain(step, state(), first(), 9)[0])
 
 
+def test_plain_values_that_are_equal_and_not_the_same() -> None:
+    def step(token: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        return token + (
+            100 if isinstance(state, bool) else 1 if isinstance(state, int) else 7
+        ), state
+
+    for state, wanted in ((1, 2), (True, 101), (1.0, 8), (1, 2)):
+        made = gw.decode(step, state, first(), max_steps=1)
+        assert int(made.tokens[0, 0]) == wanted
+
+
 def test_leaves_that_share_memory_are_refused() -> None:
     whole = torch.zeros(3, 8)
     for state in ([whole, whole[:, :2]], {"a": whole, "b": whole}):

@@ -92,7 +92,9 @@ class Inputs:
         """Equal for two that fit the same static tensors."""
         encoder = () if self.encoder is None else _forms(_tensors_of(self.encoder))
         mask = None if self.mask is None else self.mask.dtype
-        return tuple(sorted(self.plain.items())), _forms(self.tensors), encoder, mask
+        # By their text: 1, 1.0 and True are equal, and not the same to a model.
+        plain = tuple((name, repr(value)) for name, value in sorted(self.plain.items()))
+        return plain, _forms(self.tensors), encoder, mask
 
 
 def _plain_of(given: dict[str, Any]) -> dict[str, Any]:

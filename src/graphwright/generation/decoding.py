@@ -100,7 +100,7 @@ def decode(
     at_once = STEPS_PER_LAUNCH if steps_per_launch is None else steps_per_launch
     key = (
         *(_identity(step), form, _forms_of([token, *leaves]), _doubled(max_steps)),
-        *(_key_of(until), pad, id(pool), at_once),
+        *(_key_of(until), repr(pad), id(pool), at_once),
     )
     late: list[_Loop] = []
     with _KEPT_LOCK:
@@ -279,7 +279,7 @@ def _forms_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.device, leaf.stride())
         if isinstance(leaf, torch.Tensor)
-        else (type(leaf), leaf)
+        else (type(leaf), repr(leaf))
         for leaf in leaves
     )
 
