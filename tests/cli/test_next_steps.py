@@ -225,7 +225,7 @@ def test_a_file_that_is_run_itself_finds_the_choice(folder: Path) -> None:
 
 def test_what_the_file_defines_in_another_way_is_tuned(folder: Path) -> None:
     result = tuned("my_model.py:pair", *QUICK)
-    (folder / "my_model.py").write_text(SOURCE.replace("SCALE = 2.0", "SCALE = 3.0"))
+    (folder / "my_model.py").write_text(SOURCE.replace("SCALE = 2.0", "SCALE = 3.25"))
     assert not answer(result).report.recalled
 
 
