@@ -21,6 +21,7 @@ from ..calls.signature import CallSignature, Range, RangedSignature, inside_tran
 from ..calls.split import Args, Kwargs, require_grad
 from ..calls.switches import read
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
+from ..dispatch.answerer import Answerer, SizesAnswered
 from ..dispatch.decision import CAPTURED, CHANGED, GRADIENTS, TRANSFORMED
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..graphs.composition import (
@@ -38,7 +39,6 @@ from ..report.html import short_table
 from ..report.report import Report
 from ..report.result import EAGER
 from ..report.table import duration, ratio
-from ..shapes.padding import Value
 from ..strategies.base import Built, Candidate
 from .entries import Entries, Entry
 from .padded_calls import OTHER_KIND, PaddedCalls
@@ -161,25 +161,31 @@ class TunedChoice:
         """What computes any size eagerly; None where a file was loaded without its model."""
         return None if isinstance(self.module, Absent) else _as_called(self.module)
 
-    @property
-    def answers_all_sizes(self) -> bool:
-        """Whether calls of all sizes, or of a range, are answered by what was chosen."""
-        return self.report.chosen == EAGER or (self.origin is not None and bool(self.origin.ranges))
+    def sizes(self) -> SizesAnswered:
+        """Which calls what was chosen answers: all sizes if it is eager, or takes a range."""
+        module = self.module
+        ranged = self.origin is not None and bool(self.origin.ranges)
+        return SizesAnswered(
+            all_sizes=self.report.chosen == EAGER or ranged,
+            samples=[] if self.origin is None else [each.call for each in self.origin.samples],
+            argument_names=module.argument_names if isinstance(module, Absent) else None,
+            pads=() if self.padded is None else self.padded.fills(),
+        )
 
-    @property
-    def samples(self) -> list[Any]:
-        """The calls that it was tuned for; none where eager was chosen, which takes any."""
-        return [] if self.origin is None else [sample.call for sample in self.origin.samples]
+    def counts(self) -> Counter[str]:
+        """How many calls went which way."""
+        return Counter(self.calls)
 
-    @property
-    def fills(self) -> Sequence[Value]:
-        """The pad value of each of a call's leaves; empty if calls are not padded."""
-        return () if self.padded is None else self.padded.fills()
-
-    @property
-    def argument_names(self) -> Sequence[str] | None:
-        """The names of the model's parameters, where there is no model to ask; else None."""
-        return self.module.argument_names if isinstance(self.module, Absent) else None
+    def explain(self) -> str:
+        """What runs and why, when it falls back, and how calls went so far, in words."""
+        lines = [f"strategy: {self.report.chosen}", self.report.reason]
+        lines += [f"loaded from a file: {what}" for what in self.loaded]
+        lines += _when_it_answers(self)
+        for way, count in self.calls.most_common():
+            lines.append(f"{counted(count, 'call')} {way}")
+        if self.fallback.last is not None:
+            lines.append(f"last call that did not match: {self.fallback.last}")
+        return "\n".join(line for line in lines if line)
 
     def padded_callable_for(
         self, padded: PaddedCalls, args: Args, kwargs: Kwargs
@@ -298,6 +304,10 @@ class TunedModule(ModuleProxy):
             apart,
         )
         object.__setattr__(self, "_choice", choice)
+
+    @property
+    def _graphwright_answerer(self) -> Answerer:
+        return self._choice
 
     @property
     def report(self) -> Report:
@@ -465,15 +475,7 @@ class TunedModule(ModuleProxy):
 
     def explain(self) -> str:
         """What runs and why, when it falls back, and how calls went so far, in words."""
-        choice = self._choice
-        lines = [f"strategy: {choice.report.chosen}", choice.report.reason]
-        lines += [f"loaded from a file: {what}" for what in choice.loaded]
-        lines += _when_it_answers(choice)
-        for way, count in choice.calls.most_common():
-            lines.append(f"{counted(count, 'call')} {way}")
-        if choice.fallback.last is not None:
-            lines.append(f"last call that did not match: {choice.fallback.last}")
-        return "\n".join(line for line in lines if line)
+        return self._choice.explain()
 
     def __repr__(self) -> str:
         report, count = self._choice.report, sum(self.calls.values())

@@ -75,10 +75,13 @@ class StandIn:
 
     Attributes:
         _graphwright_trains: whether what was gained counts for training too.
+        _graphwright_answerer: what answers its calls, for dispatch/answerer.py; None if nobody
+            may ask it.
     """
 
     __slots__ = ()
     _graphwright_trains = True
+    _graphwright_answerer: Any = None
 
     __signature__ = _Signature()
 
@@ -101,6 +104,11 @@ class StandIn:
 def original_of(stand_in: StandIn) -> Any:
     """What something stands for: a module or function, which may stand for another one."""
     return stand_in._graphwright_stands_for
+
+
+def named_answerer(stand_in: StandIn) -> Any:
+    """What answers the calls of something that stands for another; None if nobody may ask it."""
+    return stand_in._graphwright_answerer
 
 
 def stood_for(value: Any) -> Any:

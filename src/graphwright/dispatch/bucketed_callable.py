@@ -37,13 +37,13 @@ from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
 from ..shapes.positions import HOLDS_POSITIONS
 from ..shapes.selection import MAX_FAMILIES, Answer, BucketSelector
+from .answerer import SizesAnswered
 from .decision import SHARED, UNCAPTURED, UNFITTING, UNPAID, Miss
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache, PaddedEntry
 from .graphed_callable import (
     MAX_QUICK,
     GraphedCallable,
-    SizesAnswered,
     UncapturedCall,
     compare,
     name_of,
@@ -505,9 +505,9 @@ class BucketedCallable(GraphedCallable):
         )
 
     def sizes(self) -> SizesAnswered:
-        """The sizes that calls are padded to."""
-        mine = self._selector
-        return SizesAnswered(mine.buckets, mine.dimensions.shapes, mine.dimensions.pad)
+        """Which sizes calls are padded to."""
+        buckets, given = self._selector.buckets, self._selector.dimensions
+        return SizesAnswered(buckets=buckets, dynamic_shapes=given.shapes, pad=given.pad)
 
     def _options(self) -> dict[str, Any]:
         mine = self._selector

@@ -12,6 +12,7 @@ import functools
 import gc
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -66,6 +67,7 @@ from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, progress_shown
+from .answerer import SizesAnswered
 from .carried_state import Answer, CarriedState, reached
 from .decision import (
     FIRST_CARRIED,
@@ -88,7 +90,6 @@ from .statistics import CallStatistics, Tally, both, explained, summary, to_html
 from .waiting import Refused, WaitingCalls
 
 if TYPE_CHECKING:
-    from ..shapes.buckets import Buckets
     from ..shapes.verdicts import Verdicts
 
 OnMiss = Literal["capture", "eager", "error"]
@@ -219,6 +220,10 @@ class GraphedCallable(FunctionStandIn):
     @property
     def _graphwright_stands_for(self) -> Any:
         return self.fn
+
+    @property
+    def _graphwright_answerer(self) -> GraphedCallable:
+        return self
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -974,9 +979,15 @@ class GraphedCallable(FunctionStandIn):
         """What computes the same without graphs: the function or module."""
         return self.fn
 
-    def sizes(self) -> SizesAnswered | None:
-        """The sizes that calls are padded to; None where each call is answered at its own."""
-        return None
+    def sizes(self) -> SizesAnswered:
+        """Which sizes calls are padded to; here each call is answered at its own."""
+        return SizesAnswered()
+
+    def counts(self) -> Counter[str]:
+        """How many calls a graph answered, and how many were eager, by their reasons."""
+        now = self.statistics
+        eager = {f"eager: {why}": count for why, count in now.eager.items()}
+        return Counter({"graph": now.hits, **eager})
 
     def graph_for(self, args: Args, kwargs: Kwargs) -> CapturedCall | None:
         """The graph that answers a call now, without padding; None if none does."""
@@ -1096,15 +1107,6 @@ class _OfPart(GraphedCallable):
             return True
         graphs = [entry.graph for entry in self._entries.ready() if entry.hits]
         return any(graph is not None and graph.node_count >= nodes for graph in graphs)
-
-
-@dataclass(frozen=True)
-class SizesAnswered:
-    """The sizes that calls are padded to; as for `graph()`."""
-
-    buckets: Buckets
-    dynamic_shapes: Any
-    pad: Any
 
 
 @dataclass(frozen=True)

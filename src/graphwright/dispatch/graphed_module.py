@@ -48,6 +48,10 @@ class GraphedModule(ModuleProxy):
         return self._answer(args, kwargs)
 
     @property
+    def _graphwright_answerer(self) -> GraphedCallable:
+        return self._graphs
+
+    @property
     def pool(self) -> MemoryPool:
         """The memory that the graphs live in."""
         return self._graphs.pool

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls import forking
 from ..calls.binding import sees_order
+from ..calls.dependencies import Called
 from ..calls.introspection import StandIn
 from ..calls.modes import opaque
 from ..calls.modules import (
@@ -40,6 +41,7 @@ from ..calls.plurals import counted
 from ..calls.signature import CallSignature, inside_transform, quick_key
 from ..calls.split import Args, Kwargs, require_grad
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
+from ..dispatch.answerer import SizesAnswered
 from ..dispatch.decision import CAPTURED, CHANGED, FIRST, GRADIENTS, TRANSFORMED
 from ..dispatch.fallback import Fallback, Words
 from ..errors import OptionError, SignatureError, first_line, in_words
@@ -153,6 +155,61 @@ class _Fusion:
         """What was made first."""
         known = self.known
         return known[0][1] if known else None
+
+    @property
+    def regions(self) -> list[Region]:
+        """The parts that are graphs, for the first kind of call."""
+        return [] if self.first is None else list(self.first.regions)
+
+    @property
+    def untraced(self) -> list[tuple[str, str]]:
+        """The parts that are no graphs, by name ("" for the whole), with the reason."""
+        return [] if self.first is None else list(self.first.untraced)
+
+    def counts(self) -> Counter[str]:
+        """How many calls went which way."""
+        return Counter(self.calls)
+
+    def reference(self) -> Callable[..., Any]:
+        """The module, or plain function, itself."""
+        module = self.module
+        return module.function_of() if isinstance(module, Called) else module
+
+    def sizes(self) -> SizesAnswered:
+        """Calls of all sizes: others are fused when they come."""
+        return SizesAnswered(all_sizes=True)
+
+    def explain(self) -> str:
+        """What was fused where, what was left as it is and why, and how the calls went."""
+        lines = []
+        for region in self.regions:
+            (before, after), (read, now) = region.operations, region.nbytes
+            operations = counted(before, "operation")
+            lines.append(
+                f"{region.path or 'the whole model'}: {operations} became {after}, "
+                f"{read / 2**20:.1f} MiB read and written are {now / 2**20:.1f}"
+            )
+            lines += [f"  {name:<12} {text}" for name, text in _summary(region)]
+            lines += [f"  {name:<12} left out: {why}" for name, why in region.left_out]
+            lines += [
+                f"  {name}: {seconds * 1e6:.1f} µs won"
+                for name, seconds in region.gained.items()
+                if seconds > 0 and region.done
+            ]
+            lines += [f"  {name}: not timed, {why}" for name, why in region.untimed.items()]
+        for path, why in self.untraced:
+            lines.append(f"{path or 'the whole model'}: no graph, {why}")
+        lines += _kinds(self.known)
+        for way, count in self.calls.most_common():
+            lines.append(f"{counted(count, 'call')} {way}")
+        if self.last_problem is not None:
+            lines.append(f"last problem: {self.last_problem}")
+        lines += [*cost_in_words(self.watch), *unread_in_words(self.watch)]
+        change = self.watch.changed()
+        if change is not None:
+            lines.append(f"Every call now goes to the module itself, since {change}.")
+            lines.append("Call graphwright.fuse() again to fuse the module as it is now.")
+        return "\n".join(lines)
 
     def why_not_yet(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why calls like this one, for which there is nothing, are not fused now; None if they are.
@@ -322,16 +379,18 @@ class FusedModule(ModuleProxy):
         return self._fusion.calls
 
     @property
+    def _graphwright_answerer(self) -> _Fusion:
+        return self._fusion
+
+    @property
     def regions(self) -> list[Region]:
         """The parts that are graphs, for the first kind of call."""
-        first = self._fusion.first
-        return [] if first is None else list(first.regions)
+        return self._fusion.regions
 
     @property
     def untraced(self) -> list[tuple[str, str]]:
         """The parts that are no graphs, by name ("" for the whole), with the reason."""
-        first = self._fusion.first
-        return [] if first is None else list(first.untraced)
+        return self._fusion.untraced
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -437,36 +496,7 @@ class FusedModule(ModuleProxy):
 
     def explain(self) -> str:
         """What was fused where, what was left as it is and why, and how the calls went."""
-        fusion = self._fusion
-        lines = []
-        for region in self.regions:
-            (before, after), (read, now) = region.operations, region.nbytes
-            operations = counted(before, "operation")
-            lines.append(
-                f"{region.path or 'the whole model'}: {operations} became {after}, "
-                f"{read / 2**20:.1f} MiB read and written are {now / 2**20:.1f}"
-            )
-            lines += [f"  {name:<12} {text}" for name, text in _summary(region)]
-            lines += [f"  {name:<12} left out: {why}" for name, why in region.left_out]
-            lines += [
-                f"  {name}: {seconds * 1e6:.1f} µs won"
-                for name, seconds in region.gained.items()
-                if seconds > 0 and region.done
-            ]
-            lines += [f"  {name}: not timed, {why}" for name, why in region.untimed.items()]
-        for path, why in self.untraced:
-            lines.append(f"{path or 'the whole model'}: no graph, {why}")
-        lines += _kinds(fusion.known)
-        for way, count in fusion.calls.most_common():
-            lines.append(f"{counted(count, 'call')} {way}")
-        if fusion.last_problem is not None:
-            lines.append(f"last problem: {fusion.last_problem}")
-        lines += [*cost_in_words(fusion.watch), *unread_in_words(fusion.watch)]
-        change = fusion.watch.changed()
-        if change is not None:
-            lines.append(f"Every call now goes to the module itself, since {change}.")
-            lines.append("Call graphwright.fuse() again to fuse the module as it is now.")
-        return "\n".join(lines)
+        return self._fusion.explain()
 
     def __repr__(self) -> str:
         done, count = sum(len(region.done) for region in self.regions), sum(self.calls.values())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..calls.options import in_brief
-from ..dispatch.graphed_callable import GraphedCallable
+from ..dispatch.answerer import answerer_of
 from ..errors import OptionError
 from ..report.install_commands import install_extra
 from . import interpreter
@@ -87,7 +87,7 @@ def named_models(models: Any) -> Models:
 
 
 def _config(model: Any) -> ModelConfig | Source:
-    if isinstance(model, nn.Module | GraphedCallable):
+    if isinstance(model, nn.Module) or answerer_of(model) is not None:
         return ModelConfig(model)
     if isinstance(model, ModelConfig):
         return model

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.tuned_module import TunedModule, choice_of
 from ..calls.options import count_problem, refuse
 from ..calls.signature import CallSignature
 from ..calls.snapshots import Call
 from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..calls.watch import ModuleWatch
-from ..dispatch.graphed_module import GraphedModule, graph, graphs_of
+from ..dispatch.answerer import SizesAnswered, answerer_of
+from ..dispatch.graphed_module import graph
 from ..errors import OptionError
 from ..evaluation.accuracy import difference
 from ..shapes.buckets import Buckets
@@ -93,7 +93,7 @@ class PreparedModel:
         own = _own_sizes(sample, layout)
         at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
         self.joiner = Joiner(self._reference or self.call, args, kwargs, layout, at)
-        exact = config.buckets is not None or _has_sizes_of_its_own(self.call)
+        exact = config.buckets is not None or not _sizes_of(self.call).all_sizes
         if threads is not None or config.instances is not None:
             self.instances = self._several(device, points, threads or torch.get_num_threads())
         self.timings = Timings(self._measured(points, exact), exact)
@@ -440,7 +440,7 @@ def _in_words(names: Sequence[str], sizes: Sizes) -> str:
 
 def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
     """The sample call, its layout, and the sizes to compute, the batch first."""
-    samples = _samples_of(config.model)
+    samples = _sizes_of(config.model).samples
     if config.buckets is None and config.dynamic_shapes is None and samples:
         return _described_by(samples, config.model)
     args, kwargs = _sample_call(config, samples)
@@ -472,7 +472,7 @@ def _described_by(samples: Sequence[Call], model: Any) -> tuple[Args, Kwargs, La
     largest = max(samples, key=lambda call: _elements(call.args, call.kwargs))
     calls = [_leaves_like(call, largest) for call in samples]
     names = _names_of_leaves(model, largest.args, largest.kwargs)
-    layout = layout_of_samples(names, calls, _pads_of(model, len(calls[0])))
+    layout = layout_of_samples(names, calls, _sizes_of(model).pads or [0] * len(calls[0]))
     points = sorted({_own_sizes(leaves, layout) for leaves in calls})
     return largest.args, largest.kwargs, layout, points
 
@@ -504,11 +504,10 @@ def _points_of(
 
 def _options_of(config: ModelConfig) -> tuple[Buckets | None, Any, Any]:
     """Buckets, dynamic_shapes and pad: the caller's, or those that graph() was given."""
-    graphs = graphs_of(config.model)
-    sizes = None if graphs is None else graphs.sizes()
-    if sizes is None or config.buckets is not None:
+    own = _sizes_of(config.model)
+    if own.buckets is None or config.buckets is not None:
         return config.buckets, config.dynamic_shapes, config.pad
-    return sizes.buckets, sizes.dynamic_shapes, sizes.pad
+    return own.buckets, own.dynamic_shapes, own.pad
 
 
 def _names_in(dynamic_shapes: Any) -> tuple[str, ...]:
@@ -537,9 +536,7 @@ def _callable_on(
     model = config.model
     if device.type != "cuda" or not isinstance(model, nn.Module):
         return model
-    if isinstance(model, TunedModule | GraphedModule) or type(model).__module__.startswith(
-        "graphwright."
-    ):
+    if answerer_of(model) is not None or type(model).__module__.startswith("graphwright."):
         return model
     buckets = config.buckets
     if buckets is None:
@@ -555,29 +552,16 @@ def _callable_on(
     )
 
 
-def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
-    """Whether something is fast at some sizes only."""
-    if isinstance(call, TunedModule):
-        return not choice_of(call).answers_all_sizes
-    return graphs_of(call) is not None
+def _sizes_of(model: Callable[..., Any]) -> SizesAnswered:
+    """Which calls are answered faster than by a model; of all sizes where nothing was made."""
+    answerer = answerer_of(model)
+    return SizesAnswered(all_sizes=True) if answerer is None else answerer.sizes()
 
 
 def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
     """What computes any size eagerly; None where a file was loaded without its model."""
-    if isinstance(model, TunedModule):
-        return choice_of(model).reference()
-    graphs = graphs_of(model)
-    return model if graphs is None else graphs.reference()
-
-
-def _samples_of(model: Callable[..., Any]) -> list[Call]:
-    """The calls that a model was tuned for; none where eager was chosen, which takes any."""
-    return choice_of(model).samples if isinstance(model, TunedModule) else []
-
-
-def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bool]:
-    fills = choice_of(model).fills if isinstance(model, TunedModule) else ()
-    return fills or [0] * count
+    answerer = answerer_of(model)
+    return model if answerer is None else answerer.reference()
 
 
 def _names_of_leaves(model: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[str]:
@@ -590,7 +574,7 @@ def _dimensions_of(
 ) -> Dimensions:
     """The dimensions of a model's arguments, which are named as its parameters are."""
     found = Dimensions(_reference_of(model) or model, names, dynamic_shapes, pad)
-    own = choice_of(model).argument_names if isinstance(model, TunedModule) else None
+    own = _sizes_of(model).argument_names
     if own is not None:
         found.name_arguments(own)
     return found

@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..artifacts.tuned_module import TunedModule
 from ..calls.options import in_brief
 from ..calls.plurals import counted
-from ..dispatch.graphed_callable import GraphedCallable
-from ..dispatch.graphed_module import GraphedModule
+from ..dispatch.answerer import answerer_of
 from ..errors import first_line
 from ..shapes.padding import Sizes
 from .batching import Choice, choose
@@ -625,13 +623,8 @@ def _too_late(name: str) -> RequestError:
 
 def _calls_of(call: Callable[..., Any]) -> Counter[str]:
     """How the calls of what answers went so far."""
-    if isinstance(call, TunedModule):
-        return Counter(call.calls)
-    if isinstance(call, GraphedModule | GraphedCallable):
-        now = call.statistics
-        eager = Counter({f"eager: {why}": count for why, count in now.eager.items()})
-        return eager + Counter({"graph": now.hits})
-    return Counter()
+    answerer = answerer_of(call)
+    return Counter() if answerer is None else answerer.counts()
 
 
 def device_memory() -> dict[str, int]:

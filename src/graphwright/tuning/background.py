@@ -47,6 +47,7 @@ from ..calls.options import refuse
 from ..calls.plurals import counted
 from ..calls.snapshots import Call, Outcome, keep, outputs_by_name
 from ..calls.watch import ModuleWatch
+from ..dispatch.answerer import Answerer, SizesAnswered
 from ..errors import GraphwrightError, first_line, in_words
 from ..evaluation.measurement import median_interval
 from ..evaluation.reference import Sample
@@ -556,6 +557,10 @@ class BackgroundModule(TunedModule):
         self.close()
 
     @property
+    def _graphwright_answerer(self) -> Answerer:
+        return _Answers(self)
+
+    @property
     def done(self) -> bool:
         """Whether the search is over."""
         return self._search.ended.is_set()
@@ -612,6 +617,29 @@ class BackgroundModule(TunedModule):
 
     def __repr__(self) -> str:
         return super().__repr__() + ("" if self.done else f", searching: {self._search.doing}")
+
+
+class _Answers:
+    """What answers calls at this moment; its counts are those since the beginning."""
+
+    def __init__(self, owner: BackgroundModule) -> None:
+        self.owner = owner
+
+    def counts(self) -> Counter[str]:
+        """How many calls went which way."""
+        return self.owner.calls
+
+    def explain(self) -> str:
+        """How far the search is, what answers now and why."""
+        return self.owner.explain()
+
+    def reference(self) -> Callable[..., Any] | None:
+        """The module itself."""
+        return choice_of(self.owner).reference()
+
+    def sizes(self) -> SizesAnswered:
+        """Which calls what answers now does."""
+        return choice_of(self.owner).sizes()
 
 
 def _counted(answer: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
