@@ -484,12 +484,26 @@ def test_a_generate_that_takes_no_other_loop() -> None:
         agree(model, generator, prompts(2) | ASKED)
 
 
+def agree_but_for_ties(model: Any, generator: gw.GraphedGenerator, asked: dict[str, Any]) -> None:
+    """Tokens are equal up to one that eager itself chooses by the last digit of bfloat16."""
+    wanted = model.generate(**asked, output_logits=True, return_dict_in_generate=True)
+    made = generator.generate(**asked)
+    length = asked["input_ids"].shape[1]
+    for row, (tokens, others) in enumerate(zip(wanted.sequences, made, strict=True)):
+        differ = (tokens != others).nonzero()
+        if differ.numel():
+            first = int(differ[0])
+            logits = wanted.logits[first - length][row].float()
+            gap = logits[tokens[first]] - logits[others[first]]
+            assert gap <= logits.abs().max() * torch.finfo(torch.bfloat16).eps
+
+
 def test_another_precision_and_autocast_by_turns() -> None:
     model = llama()
     generator = gw.graph_generate(model, steps_per_launch=2)
     agree(model, generator, prompts(2) | ASKED)
     with torch.autocast("cpu", torch.bfloat16):
-        agree(model, generator, prompts(2) | ASKED)
+        agree_but_for_ties(model, generator, prompts(2) | ASKED)
     agree(model, generator, prompts(2) | ASKED)
     assert generator.statistics.eager == {}
     model.double()
