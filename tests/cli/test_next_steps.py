@@ -16,6 +16,7 @@ import graphwright as gw
 from graphwright.cli.main import main
 from graphwright.cli.next_steps import load_options, serving
 from graphwright.tuning import choice_cache
+from graphwright.tuning.tuner import Tuning
 
 SOURCE = """
 import torch
@@ -234,7 +235,25 @@ def test_a_choice_that_is_not_cached_is_not_called_so(
 ) -> None:
     monkeypatch.setattr(choice_cache, "remember", lambda key, report: None)
     result = tuned("my_model.py:pair", *QUICK, "--fresh")
-    assert "# tunes again: this choice was not cached" in "\n".join(lines(result))
+    text = "\n".join(lines(result))
+    assert "# not cached: its file could not be written" in text
+    assert "# tunes again" in text
+
+
+def test_a_busy_machine_is_why_a_choice_is_not_cached(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose = Tuning._choose
+
+    def chosen(tuning: Tuning) -> Any:
+        found = choose(tuning)
+        found.unsteady = "15 processes wait for 2 cores"
+        return found
+
+    monkeypatch.setattr(Tuning, "_choose", chosen)
+    result = tuned("my_model.py:pair", *QUICK, "--fresh")
+    why = "# not cached: other work on this machine disturbed the timing"
+    assert why in "\n".join(lines(result))
 
 
 def test_the_last_lines_save_serve_and_show_more(folder: Path) -> None:

@@ -320,7 +320,7 @@ def tune(
     def print_next() -> None:
         if tuned is not None and not details:
             words = words_of(given, (*_FILES, "fresh"))
-            click.echo(in_python(target, loaded, options, cached=tuning.cached))
+            click.echo(in_python(target, loaded, options, why_not=tuning.why_not_cached))
             click.echo(commands(target, words, saved, json_file))
 
     deliver(files, writers, lambda: show(result, details=details), print_next)

@@ -101,7 +101,9 @@ def commands(
     return f"{first}\nSee more:  {more} --details"
 
 
-def in_python(target: str, loaded: Target, options: Mapping[str, Any], *, cached: bool) -> str:
+def in_python(
+    target: str, loaded: Target, options: Mapping[str, Any], *, why_not: str | None
+) -> str:
     """Lines of Python that tune the same model for the same inputs: the cache has the choice.
 
     They are for a Python that begins in this folder.
@@ -110,7 +112,7 @@ def in_python(target: str, loaded: Target, options: Mapping[str, Any], *, cached
         target: TARGET.
         loaded: what it gave.
         options: of `gw.tune`, as they were given.
-        cached: whether the choice is in the cache.
+        why_not: why the choice is not in the cache; None if it is.
     """
     from ..tuning.tuner import tune
 
@@ -120,7 +122,11 @@ def in_python(target: str, loaded: Target, options: Mapping[str, Any], *, cached
     lines = ["import graphwright as gw", *_import(place, name), *loaded.lines]
     words = [loaded.arguments, *(f"{option}={value!r}" for option, value in changed.items())]
     call = f"fast = gw.tune(model, {', '.join(words)})"
-    what = "this choice, from the cache" if cached else "tunes again: this choice was not cached"
+    if why_not is None:
+        what = "this choice, from the cache"
+    else:
+        lines.append(f"# not cached: {why_not}")
+        what = "tunes again"
     lines += [f"{call}   # {what}"] if len(call) + len(what) < _WIDTH else [f"# {what}:", call]
     return "\n".join(["Next, in Python:", *(f"    {line}" for line in lines)])
 

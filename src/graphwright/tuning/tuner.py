@@ -235,7 +235,7 @@ class Tuning:
     Attributes:
         asked: for what.
         report: of the run.
-        cached: whether the choice cache has the choice.
+        why_not_cached: why the cache does not have the choice; None if it has.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class Tuning:
         self._same_under_no_grad = True
         # The ranges of sizes that the choice was proved to answer; None until then.
         self._ranges: tuple[Range, ...] | None = None
-        self.cached = False
+        self.why_not_cached: str | None = "the search did not end"
 
     # ------------------------------------------------------------ the run
 
@@ -343,7 +343,7 @@ class Tuning:
             progress.step("what was chosen before")
             tuned = self._tuned_from_cache(recalled)
             if tuned is not None:
-                self.cached = True
+                self.why_not_cached = None
                 return tuned
         if not has_cores_to_spare(self.asked.device):
             self._refer(progress)  # Before workers import and the checks are compiled beside it.
@@ -377,7 +377,10 @@ class Tuning:
         if note:
             self.report.notes.append(note)
         self._check_other_sizes(chosen.strategy, self._kept[chosen.strategy])
-        if key is not None:
+        if key is None:
+            own = "a strategy of your own took part"
+            self.why_not_cached = own if self.asked.remember else "remember=False"
+        else:
             self._remember(key)
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
@@ -385,10 +388,13 @@ class Tuning:
 
     def _remember(self, key: Fingerprint) -> None:
         """Cache the choice, unless a busy machine decided: the next run may have a quiet one."""
-        if not any(row.unsteady for row in self.report.rows):
-            self.report.seconds = time.monotonic() - self._started
-            self.report.budget_s = self._budget_s
-            self.cached = choice_cache.remember(key, self.report) is not None
+        if any(row.unsteady for row in self.report.rows):
+            self.why_not_cached = "other work on this machine disturbed the timing"
+            return
+        self.report.seconds = time.monotonic() - self._started
+        self.report.budget_s = self._budget_s
+        written = choice_cache.remember(key, self.report)
+        self.why_not_cached = "its file could not be written" if written is None else None
 
     def _wait_for_checks(self, wait: Callable[[], str | None], progress: Progress) -> None:
         """Wait until the checks in C++ are built; a note says why they are not."""
