@@ -275,7 +275,7 @@ def _does(graph: CapturedCall) -> str:
         found.append("changes or returns objects that it is given")
     if graph.random:
         found.append("draws random numbers")
-    return ", ".join(found) or "pure"
+    return ", ".join(found) or "no side effects"
 
 
 def _count(n: int, what: str) -> str:

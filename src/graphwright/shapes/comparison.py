@@ -133,7 +133,7 @@ class _Outputs:
             strides: of the output, if others share its memory in a way that slicing has to keep.
         """
         if cut.owner is None and not cut.whole and not (strides is None or cut.is_prefix(strides)):
-            return "shares memory with another output in a way that no cut keeps"
+            return "shares memory with another output, which slicing cannot keep"
         try:
             return cut(output) if cut.owner is None else cut.view_of(self._sliced[cut.owner])
         except (RuntimeError, IndexError) as error:
