@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -134,8 +135,8 @@ class Reference:
         eager = self.eager_error.get(name, ErrorMeasure(0.0, 0.0))
         real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
         own = torch.finfo(real).eps if real.is_floating_point else 0.0
-        rms = max(RMS_FACTOR * eager.rms, _FREE_RMS_ULPS * own)
-        largest = max(MAX_FACTOR * eager.max, _FREE_MAX_ULPS * own * peak)
+        beside = beside_eager(eager, own, peak)
+        rms, largest = beside.rms, beside.max
         if ulp is not None and leaf.dtype.is_floating_point:
             rms = max(rms, _LOSSY_RMS_ULPS * ulp)
             largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
@@ -146,6 +147,18 @@ class Reference:
             # The mean of few elements varies as much as the largest: allow the larger bound.
             rms = max(rms, largest)
         return ErrorMeasure(rms, largest)
+
+
+def beside_eager(eager: ErrorMeasure, ulp: float, peak: float) -> ErrorMeasure:
+    """The error that a result may have where eager's own is this one.
+
+    Args:
+        eager: eager's error against float64.
+        ulp: the unit in the last place of the result's dtype.
+        peak: the largest value over the root mean square.
+    """
+    rms = max(RMS_FACTOR * eager.rms, _FREE_RMS_ULPS * ulp)
+    return ErrorMeasure(rms, max(MAX_FACTOR * eager.max, _FREE_MAX_ULPS * ulp * peak))
 
 
 @dataclass
@@ -192,6 +205,15 @@ class _Float64(OperationMode):
             if original is leaf:
                 return wide
         return _widen(leaf)
+
+
+def in_float64() -> contextlib.AbstractContextManager[Any]:
+    """Run every operation in the block in float64, whatever precision the model asks for.
+
+    Operations that write to a narrower tensor keep its dtype.
+    """
+    mode: contextlib.AbstractContextManager[Any] = _Float64()
+    return mode
 
 
 def widened(module: nn.Module) -> Widened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from .decoder import GROWING, Decoder, Inputs, TokenChoice, forward_step
 from .eager_loop import EagerLoop
 from .launches import Counts, StepGraphs, launches
 from .processors import StaticProcessor, static
-from .steps import in_turn, lasting
+from .step_trial import EAGER, WAYS, StepReport, StepTrial
+from .steps import Step, in_turn, lasting
 
 # A first step is another computation if it differs by more than so many ulps: of the largest logit
 # anywhere, or by half as many of the logits' root mean square on average.
@@ -36,7 +37,11 @@ class DecodeSteps:
     ) -> None:
         self.decoder, self.verified = decoder, False
         self._pool, self._at_once, self._room = pool, at_once, room
-        self._graphs: dict[Any, StepGraphs] = {}
+        # The way that steps run, and what trying others has shown; None if nobody has tried.
+        self.way = EAGER
+        self.tried: StepReport | None = None
+        self._forwards: dict[tuple[str, int], Step] = {}
+        self._graphs: dict[tuple[str, int, Any], StepGraphs] = {}
         self._choices: dict[Any, TokenChoice] = {}  # least recently used first
         self._past = Counts()
         self._again = 0
@@ -106,8 +111,9 @@ class DecodeSteps:
             self.decoder.cache.give(loop.cache, filled + made)
         again = sum(graphs.recaptures for graphs in self._graphs.values())
         if again > self._again:
-            # The model has changed: the next call compares anew.
+            # The model has changed: the next call compares anew, and runs eager's own step.
             self._again, self.verified = again, False
+            self._take(EAGER)
         return why
 
     def _inside(
@@ -115,14 +121,7 @@ class DecodeSteps:
     ) -> int:
         """Choose in the graph, several tokens a launch; gives the steps that count."""
         decoder, samples, ends = self.decoder, bool(loop.config.do_sample), _end_tokens(loop)
-        key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
-        choice = self._choices.pop(key, None)
-        if choice is None:
-            self._make_room()
-            with lasting():
-                choice = TokenChoice(decoder, processors, samples, ends)
-        self._choices[key] = choice  # the one that was used last
-        choice.read(processors, ends)
+        key, choice = self._choice(processors, samples, ends)
         # States cannot be rolled back: where they are given to the caller, no step is too many.
         exact = loop.config.return_dict_in_generate and not decoder.cache.rolls_back
         at_once = 1 if exact else self._at_once
@@ -140,6 +139,71 @@ class DecodeSteps:
                 break
         return progress.finish(loop)
 
+    def tune(
+        self,
+        loop: EagerLoop,
+        inputs: Inputs,
+        prompt: EagerLoop,
+        filled: int,
+        ways: Sequence[str],
+        *,
+        exact: bool,
+    ) -> StepReport:
+        """Try ways to run the steps of this form, and take the fastest that is right.
+
+        Args:
+            loop: a call after its first token, whose steps have been verified.
+            inputs: what its steps pass to the model.
+            prompt: the same call, before its prompt was read.
+            filled: positions that its prompt has filled.
+            ways: names of ways.
+            exact: whether a step must give eager's logits bit for bit.
+        """
+        steps = loop.stopping_criteria.max_length - loop.input_ids.shape[1]
+        at_once = self._at_once if self._at_once <= steps else 1
+        with lasting():
+            key, choice = self._choice([], False, None)
+
+        def forward(way: str) -> Step:
+            return self._forward(way, self._seen(way, filled + steps))
+
+        def launch(way: str) -> Callable[[], None]:
+            graphs = self._steps(filled + steps, key, choice, way)
+            return lambda: graphs.launch(at_once)
+
+        before = self.counts
+        trial = StepTrial(self.decoder, loop, inputs, prompt, filled, steps, exact)
+        try:
+            self.tried = trial.run(ways, forward, launch, at_once)
+        finally:
+            self._take(EAGER if self.tried is None else self.tried.chosen)
+            self._past = Counts.total([self._past, before.without_steps(self.counts)])
+        return self.tried
+
+    def _take(self, way: str) -> None:
+        """Run steps in one way from now on, and free what the others hold."""
+        self.way = way
+        for name, visible, key in [*self._graphs]:
+            if name != way:
+                self._drop((name, visible, key))
+        for name, visible in [*self._forwards]:
+            if name != way:
+                del self._forwards[name, visible]
+
+    def _choice(
+        self, processors: list[StaticProcessor], samples: bool, ends: torch.Tensor | None
+    ) -> tuple[Any, TokenChoice]:
+        """How a call chooses its tokens, after those of calls that choose in the same way."""
+        key = (samples, None if ends is None else len(ends), *(each.key for each in processors))
+        choice = self._choices.pop(key, None)
+        if choice is None:
+            self._make_room()
+            with lasting():
+                choice = TokenChoice(self.decoder, processors, samples, ends)
+        self._choices[key] = choice  # the one that was used last
+        choice.read(processors, ends)
+        return key, choice
+
     def _rounded(self, loop: EagerLoop, filled: int, steps: int, at_once: int) -> int:
         """So many steps in whole launches, if there are positions for those that are too many."""
         config = loop.model.config.get_text_config(decoder=True)
@@ -155,11 +219,14 @@ class DecodeSteps:
         while len(self._choices) >= _MOST_CHOICES:
             oldest = next(iter(self._choices))
             del self._choices[oldest]
-            for visible, key in [*self._graphs]:
+            for way, visible, key in [*self._graphs]:
                 if key == oldest:
-                    graphs = self._graphs.pop((visible, key))
-                    self._past = Counts.total([self._past, graphs.counts])
-                    graphs.close()
+                    self._drop((way, visible, key))
+
+    def _drop(self, name: tuple[str, int, Any]) -> None:
+        graphs = self._graphs.pop(name)
+        self._past = Counts.total([self._past, graphs.counts])
+        graphs.close()
 
     def _outside(self, loop: EagerLoop, filled: int, steps: int) -> int:
         """Let transformers choose each token from the logits of a graph."""
@@ -174,14 +241,27 @@ class DecodeSteps:
     def _visible(self, positions: int) -> int:
         return min(self.decoder.capacity, self._room(positions))
 
-    def _steps(self, positions: int, key: Any, choice: TokenChoice | None) -> StepGraphs:
+    def _seen(self, way: str, positions: int) -> int:
+        """The prefix that a step sees: what takes long to make is made for the whole memory."""
+        return self._visible(positions) if way == EAGER else self.decoder.capacity
+
+    def _forward(self, way: str, visible: int) -> Step:
+        """The model's run in a step."""
+        if (way, visible) not in self._forwards:
+            self._forwards[way, visible] = WAYS[way](forward_step(self.decoder, visible))
+        return self._forwards[way, visible]
+
+    def _steps(
+        self, positions: int, key: Any, choice: TokenChoice | None, way: str | None = None
+    ) -> StepGraphs:
         """The graphs of a step that sees so many positions."""
-        visible = self._visible(positions)
-        graphs = self._graphs.get((visible, key))
+        way = self.way if way is None else way
+        visible = self._seen(way, positions)
+        graphs = self._graphs.get((way, visible, key))
         if graphs is None:
-            forward = forward_step(self.decoder, visible)
+            forward = self._forward(way, visible)
             step = forward if choice is None else in_turn(forward, choice.step)
-            graphs = self._graphs[visible, key] = StepGraphs(step, self._pool)
+            graphs = self._graphs[way, visible, key] = StepGraphs(step, self._pool)
         return graphs
 
 

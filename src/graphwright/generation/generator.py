@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..calls.options import names_checked, refuse
+from ..calls.options import flag_problem, names_checked, refuse
 from ..calls.plurals import counted
 from ..errors import CaptureError, FallbackWarning, warn_of_fallback
 from ..graphs.memory import MemoryPool
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from .decode_steps import DecodeSteps
     from .decoder import Inputs
     from .eager_loop import EagerLoop
+    from .step_trial import StepReport
 
+# Ways to run a step; step_trial has them.
+_STRATEGIES = ("eager", "inductor")
 # Positions that a cache has memory for at least; from there on it doubles.
 _LEAST_ROOM = 64
 # Forms of calls (batch size, keywords) whose static tensors are kept.
@@ -77,9 +80,12 @@ class GraphedGenerator:
         pool: MemoryPool,
         max_length: int | None,
         buckets: Sequence[int] | None,
+        strategies: Sequence[str],
+        exact: bool,
         steps_per_launch: int,
     ) -> None:
         self.model, self.pool = model, pool
+        self._strategies, self._exact = tuple(strategies), exact
         self._max_length, self._steps_per_launch = max_length, steps_per_launch
         self._buckets = None if buckets is None else sorted(buckets)
         self._kept: OrderedDict[Any, DecodeSteps] = OrderedDict()
@@ -141,6 +147,73 @@ class GraphedGenerator:
                     self._release_later = False
                     self.release()
 
+    def tune(self, *args: Any, **kwargs: Any) -> StepReport:
+        """Try ways to run the decode steps of a call, and take the fastest that is right.
+
+        The steps of later calls of the same form (batch size, keywords, at most as many positions)
+        run in that way, until the model changes. Which ways are tried, `strategies` of
+        `graph_generate` says.
+
+        Args:
+            args: of a typical call of generate(); it makes as many tokens as its calls will.
+            kwargs: likewise.
+
+        Returns:
+            a StepReport: for each way what a token takes, and whether it may answer calls.
+
+        Raises:
+            CaptureError: such a call runs by no graph.
+        """
+        reason = self._reason_against(args, kwargs)
+        if reason is not None:
+            raise CaptureError(f"{type(self.model).__name__}.generate runs eagerly: {reason}.")
+        with self._lock:
+            if self._busy:
+                raise CaptureError("This generator is at work: tune it outside of its calls.")
+            self._busy = True
+            try:
+                return self._tuned(args, kwargs)
+            finally:
+                self._busy = False
+
+    def _tuned(self, args: Any, kwargs: dict[str, Any]) -> StepReport:
+        from .eager_loop import EagerLoop
+
+        found: list[StepReport] = []
+
+        def decode(
+            model: Any,
+            input_ids: torch.Tensor,
+            *,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: Any,
+            **rest: Any,
+        ) -> Any:
+            given = input_ids, logits_processor, stopping_criteria, generation_config
+            # Its cache is still empty: each has one of its own, which its steps fill.
+            first, tried, prompt = (EagerLoop(model, *given, copy.deepcopy(rest)) for _ in range(3))
+            logits = first.prefill()
+            first.choose(logits)
+            if first.ended:
+                raise CaptureError("This call ends at its first token: there is no step to try.")
+            with model._optimize_model_for_decode():
+                kept, inputs, filled = self._ready(first, logits)
+                tried.prefill()
+                tried.input_ids = first.input_ids
+                found.append(
+                    kept.tune(tried, inputs, prompt, filled, self._strategies, exact=self._exact)
+                )
+            return first.input_ids
+
+        args, kwargs = _with_own_cache(self.model, args, {**kwargs, "streamer": None})
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            self.model.generate(*args, **kwargs, custom_generate=decode)
+        if not found:
+            raise CaptureError(f"{type(self.model).__name__}: {_OTHER_LOOP}.")
+        return found[0]
+
     def explain(self) -> str:
         """What answers calls, and what does not and why."""
         made = self.statistics
@@ -154,6 +227,11 @@ class GraphedGenerator:
             lines += [
                 f"  {why}: {counted(n, 'launch', 'launches')}" for why, n in kept.refusals.items()
             ]
+            if kept.tried is not None:
+                lines += [
+                    f"  steps run by {kept.way}",
+                    *(f"    {r}" for r in f"{kept.tried}".splitlines()),
+                ]
         lines += [f"eager, {counted(n, 'call')}: {why}" for why, n in made.eager.items()]
         lines += [
             f"chosen outside of the graph, {counted(n, 'call')}: {why}"
@@ -183,7 +261,13 @@ class GraphedGenerator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Graphs and their memory stay where they are: a copy makes its own.
-        options = (self._max_length, self._buckets, self._steps_per_launch)
+        options = (
+            self._max_length,
+            self._buckets,
+            self._strategies,
+            self._exact,
+            self._steps_per_launch,
+        )
         return _copied, (self.model, self.pool.limit, self.pool.evict, *options)
 
     def _eagerly(self, reason: str, args: Any, kwargs: Any) -> Any:
@@ -298,7 +382,7 @@ class GraphedGenerator:
             return loop.result()
         with model._optimize_model_for_decode():
             try:
-                kept, filled = self._ready(loop, logits)
+                kept, _, filled = self._ready(loop, logits)
             except CaptureError as error:
                 self._count_eager(error.what.rstrip("."))
                 loop.run()
@@ -306,8 +390,8 @@ class GraphedGenerator:
                 self._run(kept, loop, filled)
         return loop.result()
 
-    def _ready(self, loop: EagerLoop, logits: torch.Tensor) -> tuple[DecodeSteps, int]:
-        """Static tensors that have taken a call over, and the positions that it has filled.
+    def _ready(self, loop: EagerLoop, logits: torch.Tensor) -> tuple[DecodeSteps, Inputs, int]:
+        """Static tensors that have taken a call over, what, and the positions that it has filled.
 
         Raises:
             CaptureError: this call cannot take part; the loop can go on by itself.
@@ -340,7 +424,7 @@ class GraphedGenerator:
                 self._failed[key] = error.what
                 self._drop(key)
                 raise
-        return kept, filled
+        return kept, inputs, filled
 
     def _run(self, kept: DecodeSteps, loop: EagerLoop, filled: int) -> None:
         """Make the tokens behind the first one."""
@@ -422,6 +506,8 @@ def _copied(
     evict: bool,
     max_length: int | None,
     buckets: Sequence[int] | None,
+    strategies: Sequence[str],
+    exact: bool,
     steps_per_launch: int,
 ) -> GraphedGenerator:
     return GraphedGenerator(
@@ -429,6 +515,8 @@ def _copied(
         pool=MemoryPool(limit, evict=evict),
         max_length=max_length,
         buckets=buckets,
+        strategies=strategies,
+        exact=exact,
         steps_per_launch=steps_per_launch,
     )
 
@@ -471,6 +559,8 @@ def graph_generate(
     pool: MemoryPool | None = None,
     max_length: int | None = None,
     buckets: Sequence[int] | None = None,
+    strategies: Sequence[str] | None = None,
+    exact: bool = False,
     steps_per_launch: int | Literal["auto"] = "auto",
 ) -> GraphedGenerator:
     """Make generate() of a model of transformers run its decode steps as graphs, token for token.
@@ -486,6 +576,9 @@ def graph_generate(
         max_length: the most positions of a cache; longer calls are generated eagerly.
         buckets: positions that a step sees. It sees the smallest of these that holds all tokens so
             far; by default powers of two from 64 on. Each is a graph of its own.
+        strategies: ways to run a step that `tune()` of the result tries: "eager", which always
+            takes part, and "inductor". By default all of them.
+        exact: take only steps whose logits are eager's, bit for bit.
         steps_per_launch: steps in one graph. The end of all sequences is seen one launch late,
             which changes no token.
 
@@ -501,6 +594,8 @@ def graph_generate(
         else f"model is a {type(model).__name__}, which has no generate() of transformers",
         _sizes_problem("buckets", buckets),
         _size_problem("max_length", max_length),
+        _names_problem(strategies),
+        flag_problem("exact", exact),
         None if steps_per_launch == "auto" else _size_problem("steps_per_launch", steps_per_launch),
     ]
     refuse("graph_generate", *problems)
@@ -509,6 +604,10 @@ def graph_generate(
         pool=MemoryPool() if pool is None else pool,
         max_length=max_length,
         buckets=buckets,
+        strategies=_STRATEGIES
+        if strategies is None
+        else tuple(dict.fromkeys(("eager", *strategies))),
+        exact=exact,
         steps_per_launch=STEPS_PER_LAUNCH if steps_per_launch == "auto" else steps_per_launch,
     )
 
@@ -517,6 +616,16 @@ def _size_problem(name: str, value: Any) -> str | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return None
     return f"{name} is {value!r}, and not a positive number"
+
+
+def _names_problem(value: Any) -> str | None:
+    if value is None or (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(each in _STRATEGIES for each in value)
+    ):
+        return None
+    return f"strategies is {value!r}, and not a list of {', '.join(_STRATEGIES)}"
 
 
 def _sizes_problem(name: str, value: Any) -> str | None:

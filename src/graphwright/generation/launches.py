@@ -44,6 +44,12 @@ class Counts:
         """All of some counts together."""
         return cls(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
+    def without_steps(self, later: Counts) -> Counts:
+        """What to add to later counts, so that steps since these are not among them."""
+        return Counts(
+            self.steps - later.steps, self.launches - later.launches, self.graphed - later.graphed
+        )
+
 
 @dataclass(eq=False)
 class StepGraphs:

@@ -212,6 +212,13 @@ class StaticCopy:
         """Whether a step too many leaves no trace: positions can be cut off, states cannot."""
         return not any(isinstance(layer, LinearAttentionLayer) for layer in self._own)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what a step reads of it at most."""
+        layers = [*self._own, *(self._cross or ())]
+        tensors = [tensor for layer in layers for tensor in _tensors_in(layer)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
     def seeing(self, visible: int) -> Any:
         """The cache for a model whose steps see a prefix of so many positions."""
         layers = [copy.copy(layer) for layer in self._own]
@@ -301,6 +308,15 @@ def _tensor_of(layer: Any) -> torch.Tensor | None:
         return keys
     states: Sequence[Any] = [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return next((state for state in states if state is not None), None)
+
+
+def _tensors_in(layer: Any) -> Iterator[torch.Tensor]:
+    for name in ("keys", "values"):
+        tensor = getattr(layer, name, None)
+        if tensor is not None:
+            yield tensor
+    for name in ("conv_states", "recurrent_states"):
+        yield from (each for each in getattr(layer, name, {}).values() if each is not None)
 
 
 def _room(like: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,0 +1,255 @@
+"""Another way to run a step answers calls only if it is right, and only if it is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from generating import agree, gpt2, mistral, prompts
+
+import graphwright as gw
+from graphwright.errors import CaptureError, OptionError
+from graphwright.generation import step_trial
+from graphwright.generation.step_trial import EAGER, INDUCTOR, StepRow, StepTrial
+from graphwright.generation.steps import Step
+
+transformers = pytest.importorskip("transformers")
+
+ASKED = {"max_new_tokens": 24, "do_sample": False}
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step], Step]], None]:
+    """Put a way in the place of Inductor's, and take it whenever it is right."""
+    monkeypatch.setattr(step_trial, "_FASTER", 1e9)
+    monkeypatch.setattr(step_trial, "_TIMING_S", 0.01)
+    # Whatever their times: the other one is the fastest.
+    monkeypatch.setattr(
+        step_trial, "_fastest", lambda rows: next(r.strategy for r in reversed(rows) if r.eligible)
+    )
+
+    def put(way: Callable[[Step], Step]) -> None:
+        monkeypatch.setitem(step_trial.WAYS, INDUCTOR, way)
+
+    return put
+
+
+def same(step: Step) -> Step:
+    """Another function that does the same."""
+
+    def other() -> None:
+        step()
+
+    return other
+
+
+def changed(change: Callable[[torch.Tensor], object], model: Any) -> Callable[[Step], Step]:
+    """A way that changes what the model's last module gives."""
+
+    def way(step: Step) -> Step:
+        def other() -> None:
+            handle = model.lm_head.register_forward_hook(lambda _, __, out: change(out))
+            step()
+            handle.remove()
+
+        return other
+
+    return way
+
+
+def row_of(report: Any) -> StepRow:
+    row: StepRow = report.row(INDUCTOR)
+    return row
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("make", [gpt2, mistral])
+def test_a_right_way_answers_with_eager_s_tokens(make: Any, batch: int, ways: Any) -> None:
+    ways(same)
+    model = make()
+    generator = gw.graph_generate(model)
+    asked = prompts(batch) | ASKED
+    report = generator.tune(**asked)
+    assert report.chosen == INDUCTOR
+    assert [row.eligible for row in report.rows] == [True, True]
+    assert row_of(report).agreement == 1.0
+    assert all(row.seconds for row in report.rows)
+    before = generator.statistics
+    assert before.steps == before.launches == 0
+    agree(model, generator, asked)
+    agree(model, generator, asked | {"do_sample": True, "top_k": 9})
+    assert generator.statistics.eager == {}
+    assert "steps run by inductor" in generator.explain()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: out.mul_(1.01), "are off by"),
+        (lambda out: out.add_(torch.randn_like(out)), "are off by"),
+        (lambda out: out.index_fill_(-1, torch.tensor([3]), float("inf")), "other logits are infinite"),
+    ],
+)
+def test_a_wrong_way_is_not_taken(change: Any, reason: str, ways: Any) -> None:
+    model = gpt2()
+    ways(changed(change, model))
+    generator = gw.graph_generate(model)
+    asked = prompts(2) | ASKED
+    report = generator.tune(**asked)
+    assert report.chosen == EAGER
+    assert reason in row_of(report).reason
+    assert reason in str(report)
+    assert row_of(report).seconds is None
+    agree(model, generator, asked)
+
+
+def test_a_way_that_fails_says_why(ways: Any) -> None:
+    def failing(step: Step) -> Step:
+        def other() -> None:
+            raise ValueError("no such kernel")
+
+        return other
+
+    ways(failing)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    report = generator.tune(**prompts(1), **ASKED)
+    assert report.chosen == EAGER
+    assert row_of(report).reason == "ValueError: no such kernel"
+    agree(model, generator, prompts(1) | ASKED)
+
+
+def test_exact_takes_only_eager_s_logits(ways: Any) -> None:
+    model = gpt2()
+    ways(changed(lambda out: out.mul_(1 + 1e-7), model))
+    asked = prompts(1) | ASKED
+    report = gw.graph_generate(model, exact=True).tune(**asked)
+    assert report.chosen == EAGER
+    assert "bit for bit" in row_of(report).reason
+    assert gw.graph_generate(model).tune(**asked).chosen == INDUCTOR
+
+
+def test_only_named_ways_are_tried(ways: Any) -> None:
+    report = gw.graph_generate(gpt2(), strategies=[]).tune(**prompts(1), **ASKED)
+    assert [row.strategy for row in report.rows] == [EAGER]
+    with pytest.raises(OptionError, match="not a list of eager, inductor"):
+        gw.graph_generate(gpt2(), strategies=["triton"])
+
+
+def _trial(dtype: torch.dtype) -> StepTrial:
+    model: Any = torch.nn.Linear(1, 1, dtype=dtype)
+    model.dtype = dtype
+    loop: Any = type("Loop", (), {"model": model})
+    nothing: Any = None
+    return StepTrial(nothing, loop, nothing, nothing, 0, 4, exact=False)
+
+
+@pytest.mark.parametrize(("gap", "wrong"), [(0.02, False), (1.0, True)])
+def test_rounding_may_choose_only_where_eager_s_first_two_are_close(
+    gap: float, wrong: bool
+) -> None:
+    """Eager is off by up to 0.05 here: below a gap of 0.1, either token is right."""
+    torch.manual_seed(0)
+    exact = torch.randn(4, 2, 50, dtype=torch.float64) * 3
+    first = exact.amax(-1, keepdim=True)
+    exact[..., :1], exact[..., 1:2] = first + 2, first + 2 - gap
+    eager = exact + (torch.rand_like(exact) - 0.5) * 0.02
+    eager[..., 9] += 0.05
+    mine = exact.clone()
+    mine[1, 0, 1] += gap * 1.1 if gap < 0.1 else gap + 0.01
+    problem = _trial(torch.bfloat16)._problem(mine, eager.float(), exact, "")
+    assert bool(problem) is wrong
+    if wrong:
+        assert "1 tokens are others" in problem or "are off by" in problem
+
+
+def test_without_float64_only_the_same_logits_count() -> None:
+    eager = torch.randn(4, 1, 20)
+    trial = _trial(torch.float32)
+    assert trial._problem(eager.clone(), eager, None, "not known") == ""
+    assert trial._problem(eager + 1e-6, eager, None, "not known") == "not known"
+
+
+def test_new_weights_are_used_and_replaced_ones_end_the_way(ways: Any) -> None:
+    ways(same)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(1) | ASKED
+    generator.tune(**asked)
+    first = agree(model, generator, asked)
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(torch.rand(64, 1) + 0.5)
+    assert not torch.equal(agree(model, generator, asked), first)
+    assert "steps run by inductor" in generator.explain()
+    model.transformer.ln_f = torch.nn.LayerNorm(32)
+    agree(model, generator, asked)
+    agree(model, generator, asked)
+    assert "steps run by eager" in generator.explain()
+
+
+def test_trying_changes_nothing(ways: Any) -> None:
+    ways(same)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(2) | ASKED | {"do_sample": True}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names = set(vars(model))
+    torch.manual_seed(3)
+    generator.tune(**asked)
+    drawn = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(3), drawn)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(value.dtype == torch.float32 for value in model.state_dict().values())
+    assert set(vars(model)) == names
+    agree(model, generator, asked)
+
+
+def test_a_longer_call_runs_by_eager_s_step(ways: Any) -> None:
+    ways(same)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    report = generator.tune(**prompts(1), **ASKED)
+    agree(model, generator, prompts(1) | ASKED | {"max_new_tokens": report.positions})
+    assert generator.statistics.eager == {}
+    assert "steps run by" not in generator.explain()
+
+
+def test_calls_that_no_graph_answers_cannot_be_tried() -> None:
+    generator = gw.graph_generate(gpt2())
+    with pytest.raises(CaptureError, match="beam search"):
+        generator.tune(**prompts(1), max_new_tokens=4, num_beams=2)
+    with pytest.raises(CaptureError, match="ends at its first token"):
+        generator.tune(**prompts(1), max_new_tokens=1)
+
+
+def test_an_encoder_and_states_take_part(ways: Any) -> None:
+    ways(same)
+    torch.manual_seed(0)
+    t5 = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    mamba = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2)
+    for model in (
+        transformers.T5ForConditionalGeneration(t5).eval(),
+        transformers.MambaForCausalLM(mamba).eval(),
+    ):
+        model.generation_config.eos_token_id = None
+        generator = gw.graph_generate(model)
+        asked = prompts(1) | ASKED
+        assert generator.tune(**asked).chosen == INDUCTOR
+        agree(model, generator, asked)
+
+
+@pytest.mark.slow
+def test_inductor_s_step_is_right() -> None:
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(2) | ASKED
+    report = generator.tune(**asked)
+    assert row_of(report).eligible
+    assert row_of(report).agreement == 1.0
+    agree(model, generator, asked)
