@@ -109,7 +109,9 @@ def ways(
         return lambda: watch.unchanged() or watch.changed() is None
 
     watch, in_python = (ModuleWatch(model, values=False) for _ in range(2))
-    in_python.compiled = lambda: None  # type: ignore[method-assign]  # No check in C++ is made.
+    # No check in C++ is made for it, by either of the names that versions have had.
+    (maker,) = {"_compile", "compiled"} & set(dir(in_python))
+    setattr(in_python, maker, lambda: None)
     looks = {LOOK: look(watch), LOOK_IN_PYTHON: look(in_python)}
     count = len(list(model.modules()))
     graphed = gw.graph(model)

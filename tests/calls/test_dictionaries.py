@@ -43,11 +43,31 @@ def made(kind: type) -> dict[str, Any]:
     return kind(a=1, b=2, c=3)
 
 
-@pytest.fixture(params=["as it is read here", "by content"])
+def among_others(d: dict[Any, Any]) -> Callable[[], Any]:
+    """What gives the same version as before, if a dictionary among others still has it."""
+    others: list[dict[Any, Any]] = [{"a": 1}, OrderedDict(b=2)]
+    readers = [dictionaries.reader(each) for each in (others[0], d, others[1])]
+    known: list[tuple[Callable[[], bool], int]] = []
+
+    def version() -> int:
+        for same, number in known:
+            if same():
+                return number
+        versions = [dictionaries.read(each) for each in readers]
+        known.append((dictionaries.same_versions(readers, versions), len(known)))
+        assert known[-1][0]()
+        return len(known) - 1
+
+    return version
+
+
+@pytest.fixture(params=["as it is read here", "by content", "with others"])
 def read(request: pytest.FixtureRequest) -> Callable[[dict[Any, Any]], Callable[[], Any]]:
     """Gives what reads a dictionary's version."""
     if request.param == "by content":
         return lambda d: lambda: dictionaries.content(d)
+    if request.param == "with others":
+        return among_others
 
     def reading(d: dict[Any, Any]) -> Callable[[], Any]:
         found = dictionaries.reader(d)
@@ -139,3 +159,9 @@ def test_attributes_in_another_dictionary_are_noticed(checks: str) -> None:
     module.__dict__ = {**vars(module), "settings": OrderedDict(a=5.0)}
     assert not watch.unchanged()
     assert watch.changed() is not None
+
+
+def test_what_has_another_version_already_is_never_the_same() -> None:
+    readers = [dictionaries.reader({"a": 1}), dictionaries.reader({"b": 1})]
+    versions = [dictionaries.read(readers[0]), None]
+    assert not dictionaries.same_versions(readers, versions)()

@@ -89,7 +89,10 @@ def test_a_right_way_answers_with_eager_s_tokens(make: Any, batch: int, ways: An
     [
         (lambda out: out.mul_(1.01), "are off by"),
         (lambda out: out.add_(torch.randn_like(out)), "are off by"),
-        (lambda out: out.index_fill_(-1, torch.tensor([3]), float("inf")), "other logits are infinite"),
+        (
+            lambda out: out.index_fill_(-1, torch.tensor([3]), float("inf")),
+            "other logits are infinite",
+        ),
     ],
 )
 def test_a_wrong_way_is_not_taken(change: Any, reason: str, ways: Any) -> None:

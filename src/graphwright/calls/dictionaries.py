@@ -12,11 +12,12 @@ import itertools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # Where a dictionary has its tag: behind what all objects have and the number of its items.
 _TAG = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
+_TAG_SIZE = ctypes.sizeof(ctypes.c_uint64)
 # Where an OrderedDict counts: behind the dictionary and five fields (`struct _odictobject`).
 _ORDER = dict.__basicsize__ + 5 * ctypes.sizeof(ctypes.c_void_p)
 # Writes after which CPython has specialised the instruction that writes.
@@ -35,6 +36,12 @@ def _tag(dictionary: dict[Any, Any]) -> _Tag:
     return found
 
 
+def _places(reader: _Tag | _OrderedTag) -> Iterator[memoryview]:
+    """The bytes of a version, where CPython has them."""
+    for number in (reader,) if isinstance(reader, _Tag) else reader.numbers:
+        yield memoryview((ctypes.c_ubyte * _TAG_SIZE).from_address(ctypes.addressof(number)))
+
+
 class _OrderedTag:
     """The tag of an OrderedDict and the count of changes of its order."""
 
@@ -47,6 +54,10 @@ class _OrderedTag:
     @property
     def value(self) -> tuple[int, int]:
         return self._tag.value, self._order.value
+
+    @property
+    def numbers(self) -> tuple[ctypes.c_uint64, ctypes.c_size_t]:
+        return self._tag, self._order
 
 
 def _order(dictionary: OrderedDict[Any, Any]) -> ctypes.c_size_t:
@@ -131,3 +142,28 @@ def reader(dictionary: dict[Any, Any]) -> Any:
     if not TAGS:
         return dictionary
     return _OrderedTag(dictionary) if isinstance(dictionary, OrderedDict) else _tag(dictionary)
+
+
+def same_versions(readers: Sequence[Any], versions: Sequence[Any]) -> Callable[[], bool]:
+    """What looks whether dictionaries have the versions that they had.
+
+    Args:
+        readers: what `reader` gave for each.
+        versions: what `read` gave for each; None where it has another one already.
+    """
+    known = list(versions)
+    if not TAGS or None in known:
+        return lambda: list(map(read, readers)) == known
+    # All are read at once, in a quarter of the time.
+    join, places = b"".join, [place for each in readers for place in _places(each)]
+    before = join(
+        value.to_bytes(_TAG_SIZE, sys.byteorder)
+        for version in known
+        for value in (version if isinstance(version, tuple) else (version,))
+    )
+
+    # The readers keep alive what is read, also while another thread drops all else.
+    def same(_alive: Sequence[Any] = readers) -> bool:
+        return join(places) == before
+
+    return same

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import levels_above
 from .dependencies import PLAIN, Dependencies, compare_walks
-from .dictionaries import read, reader
+from .dictionaries import read, reader, same_versions
 from .differences import difference
 from .forking import lock
 from .leaves import guard_of, without_memory
@@ -263,9 +263,9 @@ class _Compared:
     def _in_python(self) -> Callable[[], bool]:
         # Local names, which are found faster than attributes.
         row, same = _row, operator.is_
-        attributes_of, read_version, forward = _ATTRIBUTES, read, _FORWARD
+        attributes_of, forward = _ATTRIBUTES, _FORWARD
         owners, attributes = self.owners, self.attributes
-        readers, versions = self.readers, self.versions
+        as_written = same_versions(self.readers, self.versions)
         empty, typed, types_ = self.found.empty, self.found.typed, self.types
         classes, forwards = self.classes, self.forwards
         lists, items, sized, lengths = self.lists, self.items, self.lists + self.long, self.lengths
@@ -277,7 +277,7 @@ class _Compared:
         def unchanged() -> bool:
             try:
                 if (
-                    list(map(read_version, readers)) != versions
+                    not as_written()
                     or not all(map(same, map(attributes_of, owners), attributes))
                     or list(map(type, typed)) != types_
                     or any(empty)
