@@ -30,6 +30,8 @@ EAGER, INDUCTOR = "eager", "inductor"
 _TOKENS = 32
 # Seconds to time all ways in.
 _TIMING_S = 2.0
+# The table of ways, in 80 columns.
+_COLUMNS = "{:<12}{:>10}{:>14}{:>10}{:>14}  {}"
 # Another way has to take less than this share of eager's time.
 _FASTER = 0.98
 
@@ -92,17 +94,19 @@ class StepReport:
 
     def _lines(self) -> Iterator[str]:
         eager = self.row(EAGER).seconds
+        yield _COLUMNS.format("step", "a token", "read", "vs eager", "as eager", "").rstrip()
         for row in self.rows:
-            words = [f"{row.strategy:<10}"]
+            time_s = reads = faster = alike = ""
             if row.seconds is not None:
-                words.append(f"{duration(row.seconds)} a token")
-                words.append(f"{self.nbytes / row.seconds / 1e9:,.1f} GB/s")
-                if eager is not None and row.strategy != EAGER:
-                    words.append(f"{ratio(eager / row.seconds)} eager's step")
+                time_s = duration(row.seconds)
+                reads = f"{self.nbytes / row.seconds / 1e9:,.1f} GB/s"
+                faster = "" if eager is None else ratio(eager / row.seconds)
             if row.agreement is not None:
-                words.append(f"{row.agreement:.0%} of {self.tokens:,} tokens are eager's")
-            words.append(row.reason or ("chosen" if row.strategy == self.chosen else "right"))
-            yield "  ".join(words)
+                alike = f"{round(row.agreement * self.tokens):,} of {self.tokens:,}"
+            result = "chosen" if row.strategy == self.chosen else "right" if row.eligible else ""
+            yield _COLUMNS.format(row.strategy, time_s, reads, faster, alike, result).rstrip()
+            if row.reason:
+                yield f"  not taken: {row.reason}"
 
 
 @dataclass(eq=False)
