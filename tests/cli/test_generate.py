@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from graphwright.cli.generate import Generation, Timed, show
 from graphwright.cli.main import main
+from graphwright.generation import step_trial
 
 pytest.importorskip("transformers")
 
@@ -119,6 +120,26 @@ def test_one_prompt_is_compared_with_the_model_s_own(source: Path, tmp_path: Pat
     assert graphs["tokens"] == eager["tokens"]
     assert graphs["graphed"] == graphs["launches"] > 0
     assert 0 < graphs["first_s"] < graphs["seconds"]
+
+
+def test_ways_to_run_a_step_are_tried_and_shown(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = step_trial.Way(lambda step: lambda: step())
+    monkeypatch.setitem(step_trial.WAYS, step_trial.INDUCTOR, other)
+    monkeypatch.setattr(step_trial, "_TIMING_S", 0.01)
+    file = tmp_path / "made.json"
+    options = ("--prompt", "one tw", "--max-new-tokens", 12, "--tune", "--compare", "--json", file)
+    result = generate(source, "pair", *options)
+    assert result.exit_code == 0, result.output
+    _, heads, eager, other, *_ = result.stdout.splitlines()
+    assert heads.split() == ["step", "a", "token", "read", "vs", "eager", "as", "eager"]
+    assert re.fullmatch(r"eager +[\d.]+ \ws +[\d.]+ GB/s +1.00× +11 of 11  (chosen|right)", eager)
+    assert other.startswith("inductor ")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    steps = json.loads(file.read_text())["steps"]
+    assert [row["strategy"] for row in steps["rows"]] == ["eager", "inductor"]
+    assert generate(source, "pair", "--prompt", "x", "--tune", "--eager").exit_code == 2
 
 
 def test_several_prompts_are_a_batch_and_draws_begin_with_the_seed(

@@ -12,7 +12,7 @@ from generating import agree, gpt2, mistral, prompts
 import graphwright as gw
 from graphwright.errors import CaptureError, OptionError
 from graphwright.generation import step_trial
-from graphwright.generation.step_trial import EAGER, INDUCTOR, StepRow, StepTrial
+from graphwright.generation.step_trial import EAGER, INDUCTOR, StepRow, StepTrial, Way
 from graphwright.generation.steps import Step
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step], Step]], 
     )
 
     def put(way: Callable[[Step], Step]) -> None:
-        monkeypatch.setitem(step_trial.WAYS, INDUCTOR, way)
+        monkeypatch.setitem(step_trial.WAYS, INDUCTOR, Way(way))
 
     return put
 
@@ -146,7 +146,7 @@ def _trial(dtype: torch.dtype) -> StepTrial:
     model.dtype = dtype
     loop: Any = type("Loop", (), {"model": model})
     nothing: Any = None
-    return StepTrial(nothing, loop, nothing, nothing, 0, 4, exact=False)
+    return StepTrial(nothing, loop, nothing, nothing, 4, exact=False)
 
 
 @pytest.mark.parametrize(("gap", "wrong"), [(0.02, False), (1.0, True)])
@@ -160,12 +160,12 @@ def test_rounding_may_choose_only_where_eager_s_first_two_are_close(
     exact[..., :1], exact[..., 1:2] = first + 2, first + 2 - gap
     eager = exact + (torch.rand_like(exact) - 0.5) * 0.02
     eager[..., 9] += 0.05
+    eager[3, 1, 9] += 0.2  # So an error of 1 is within the bound of the largest error.
     mine = exact.clone()
-    mine[1, 0, 1] += gap * 1.1 if gap < 0.1 else gap + 0.01
+    mine[1, 0, 1] += gap + 0.005
     problem = _trial(torch.bfloat16)._problem(mine, eager.float(), exact, "")
-    assert bool(problem) is wrong
-    if wrong:
-        assert "1 tokens are others" in problem or "are off by" in problem
+    asked = "it chooses other tokens in 1 place where rounding does not decide"
+    assert problem == (asked if wrong else "")
 
 
 def test_without_float64_only_the_same_logits_count() -> None:
@@ -186,10 +186,14 @@ def test_new_weights_are_used_and_replaced_ones_end_the_way(ways: Any) -> None:
         model.transformer.wte.weight.mul_(torch.rand(64, 1) + 0.5)
     assert not torch.equal(agree(model, generator, asked), first)
     assert "steps run by inductor" in generator.explain()
-    model.transformer.ln_f = torch.nn.LayerNorm(32)
-    agree(model, generator, asked)
-    agree(model, generator, asked)
-    assert "steps run by eager" in generator.explain()
+    for _ in range(2):
+        generator.tune(**asked)
+        assert "steps run by inductor" in generator.explain()
+        model.transformer.ln_f = torch.nn.LayerNorm(32)
+        with pytest.warns(gw.FallbackWarning, match=r"tune\(\) has taken.*ln_f"):
+            agree(model, generator, asked)
+        agree(model, generator, asked)
+        assert "steps run by" not in generator.explain()
 
 
 def test_trying_changes_nothing(ways: Any) -> None:
@@ -247,12 +251,130 @@ def test_an_encoder_and_states_take_part(ways: Any) -> None:
         agree(model, generator, asked)
 
 
-@pytest.mark.slow
-def test_inductor_s_step_is_right() -> None:
+def counted_way(runs: list[int]) -> Callable[[Step], Step]:
+    """A way that notes when it runs in Python."""
+
+    def way(step: Step) -> Step:
+        def other() -> None:
+            runs.append(1)
+            step()
+
+        return other
+
+    return way
+
+
+def test_a_hook_after_tuning_ends_the_way_for_other_choices_too(ways: Any) -> None:
+    runs: list[int] = []
+    ways(counted_way(runs))
     model = gpt2()
     generator = gw.graph_generate(model)
-    asked = prompts(2) | ASKED
+    asked = prompts(1) | ASKED
+    generator.tune(**asked)
+    runs.clear()
+    model.transformer.h[0].register_forward_hook(lambda _, __, out: out)
+    agree(model, generator, asked | {"do_sample": True})
+    agree(model, generator, asked)
+    assert not runs
+
+
+def test_calls_in_another_bucket_run_by_eager_s_step(ways: Any) -> None:
+    runs: list[int] = []
+    ways(counted_way(runs))
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    generator.tune(**prompts(1), max_new_tokens=80, do_sample=False)
+    runs.clear()
+    agree(model, generator, prompts(1) | ASKED)
+    assert not runs
+    agree(model, generator, prompts(1) | {"max_new_tokens": 80, "do_sample": True})
+    assert runs  # Another choice has a graph of its own.
+
+
+def test_another_switch_runs_eager_s_step(ways: Any) -> None:
+    runs: list[int] = []
+    ways(counted_way(runs))
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(1) | ASKED
+    generator.tune(**asked)
+    runs.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        generator.generate(**asked)
+    assert not runs
+    agree(model, generator, asked)
+
+
+def test_a_trial_that_ends_early_leaves_eager_s_step(
+    ways: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways(same)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(1) | ASKED
+    generator.tune(**asked)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_trial, "interleave", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generator.tune(**asked)
+    assert "steps run by" not in generator.explain()
+    agree(model, generator, asked)
+    assert generator.tune(**asked).chosen == INDUCTOR
+
+
+def test_a_step_that_fails_later_is_not_taken_again(ways: Any) -> None:
+    fails: list[int] = []
+
+    def way(step: Step) -> Step:
+        def other() -> None:
+            if fails:
+                raise ValueError("no kernel for this")
+            step()
+
+        return other
+
+    ways(way)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(1) | ASKED
+    generator.tune(**asked)
+    fails.append(1)
+    with pytest.raises(ValueError, match="no kernel for this"):
+        generator.generate(**asked, repetition_penalty=1.1)
+    agree(model, generator, asked | {"repetition_penalty": 1.1})
+
+
+def test_inductor_is_for_a_gpu() -> None:
+    report = gw.graph_generate(gpt2()).tune(**prompts(1), **ASKED)
+    row = row_of(report)
+    if torch.cuda.is_available():
+        return
+    assert report.chosen == EAGER
+    assert row.reason == "on a CPU, graphs record eager's operations"
+
+
+@pytest.mark.gpu
+def test_inductor_s_step_is_right() -> None:
+    model = gpt2().cuda()
+    generator = gw.graph_generate(model)
+    asked = {name: value.cuda() for name, value in prompts(2).items()} | ASKED
     report = generator.tune(**asked)
     assert row_of(report).eligible
     assert row_of(report).agreement == 1.0
     agree(model, generator, asked)
+    # New values in the same memory are read, whatever way was taken.
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(torch.rand(64, 1, device="cuda") + 0.5)
+    agree(model, generator, asked)
+    model.transformer.h[0].register_forward_hook(lambda _, __, out: out)
+    agree(model, generator, asked | {"do_sample": True})
+
+
+def test_a_float64_run_on_another_path_says_nothing() -> None:
+    eager = torch.randn(4, 1, 20)
+    problem = _trial(torch.float32)._problem(eager + 1e-6, eager, eager.double() * 3, "")
+    assert problem == "the float64 run takes another path than eager"

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
@@ -19,6 +19,9 @@ from ..report.progress import SHORT_S, progress_shown
 from ..report.table import duration, ratio
 from ..report.terminal import printing
 from .targets import Generative
+
+if TYPE_CHECKING:
+    from ..generation.step_trial import StepReport
 
 _SCHEMA = "graphwright.generate"
 GRAPHS, EAGER = "graphs", "eager"
@@ -188,6 +191,17 @@ class Prompted:
                 self._print(made)
         return made
 
+    def tune(self) -> StepReport:
+        """Try other ways to run the steps of graphs; the next runs take the best.
+
+        Raises:
+            CaptureError: no graph answers such a call.
+        """
+        title = f"generate, {type(self._model).__name__}"
+        with progress_shown(None, title, after_s=SHORT_S) as progress:
+            progress.doing("trying ways to run a step")
+            return self._generator.tune(**self._inputs, **self._options)
+
     def _timed(self, way: str, shown: Any, setup_s: float) -> Generation:
         before = self._generator.statistics
         streamer = Timed(shown)
@@ -314,8 +328,10 @@ def _padded(ids: Sequence[Sequence[int]], *, left: bool) -> dict[str, torch.Tens
     }
 
 
-def show(made: Sequence[Generation]) -> None:
-    """Print the figures of each way, and what they are to each other."""
+def show(made: Sequence[Generation], tried: StepReport | None = None) -> None:
+    """Print the figures of each way, and what they are to each other; first the ways of a step."""
+    for line in () if tried is None else str(tried).splitlines():
+        click.echo(line)
     for each in made:
         click.echo(
             f"{each.way:6}  {counted(each.count, 'token')} in {duration(each.seconds)}, "
@@ -362,10 +378,12 @@ def _first_difference(ours: list[list[int]], own: list[list[int]]) -> tuple[int,
     raise AssertionError("unreachable: they differ")
 
 
-def to_json(name: str, made: Sequence[Generation]) -> str:
-    """The figures and the tokens."""
+def to_json(name: str, made: Sequence[Generation], tried: StepReport | None = None) -> str:
+    """The figures and the tokens, and the ways to run a step if some were tried."""
     ways = [asdict(each) | {"tokens_per_second": each.rate} for each in made]
     found: dict[str, Any] = {"schema": _SCHEMA, "schema_version": 1, "model": name, "ways": ways}
     if len(made) > 1:
         found["tokens_equal"] = same(made)
+    if tried is not None:
+        found["steps"] = asdict(tried)
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"

@@ -542,6 +542,9 @@ def serve(
 @click.option(
     "--compare", is_flag=True, help="Time the model's own generate() too, and compare the tokens."
 )
+@click.option(
+    "--tune", "tuned", is_flag=True, help="Try other ways to run a step, and take the best."
+)
 @click.option("--json", "json_file", type=_FILE, help="Save the figures and the tokens.")
 def generate(
     target: str,
@@ -556,6 +559,7 @@ def generate(
     seed: int,
     eager: bool,
     compare: bool,
+    tuned: bool,
     json_file: str | None,
 ) -> None:
     """Generate tokens from TARGET by CUDA graphs, print them as they come, and say how fast.
@@ -575,6 +579,8 @@ def generate(
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if not sample and any(value is not None for value in drawn.values()):
         raise click.UsageError("--temperature, --top-k and --top-p are for --sample.")
+    if eager and tuned:
+        raise click.UsageError("--tune tries ways to run the graphs' steps: drop --eager.")
     if eager and compare:
         raise click.UsageError("--compare runs the model's own generate() anyway: drop --eager.")
     if prompts and ids:
@@ -588,11 +594,12 @@ def generate(
     options |= {name: value for name, value in drawn.items() if value is not None}
     prompted = Prompted(loaded, prompts, tokens, options, seed)
     shown = not is_stdout(json_file)
+    tried = prompted.tune() if tuned else None
     made = [prompted.run(EAGER if eager else GRAPHS, shown=shown)]
     if compare:
         made.append(prompted.run(EAGER, shown=False))
-    writers = {"json": lambda name: write_text(name, to_json(loaded.name, made))}
-    deliver(files, writers, lambda: show(made))
+    writers = {"json": lambda name: write_text(name, to_json(loaded.name, made, tried))}
+    deliver(files, writers, lambda: show(made, tried))
     if not sample and not same(made):
         raise SystemExit(EXIT_FOUND)
 

@@ -45,7 +45,7 @@ _ASSUMED_ERROR = {
     torch.bfloat16: 1.6e-2,
 }
 # Beyond this relative error the float64 run has taken another branch than eager.
-_ANOTHER_PATH = 0.2
+ANOTHER_PATH = 0.2
 _FEW_ELEMENTS = 64
 TF32_ULP = 2.0**-10
 # If the caller's switches permit TF32, a candidate may use it even if eager does not happen to.
@@ -450,7 +450,7 @@ def _exact(
     """
     outcome, operations = exact_outcome(model, module, call, state)
     exact = tensors_in(outcome)
-    if any(not error.rms <= _ANOTHER_PATH for error in errors(eager, exact).values()):
+    if any(not error.rms <= ANOTHER_PATH for error in errors(eager, exact).values()):
         raise ArithmeticError("its float64 run takes another path")
     return exact, operations
 

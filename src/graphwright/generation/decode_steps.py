@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError, GraphwrightError
+from ..errors import CaptureError, GraphwrightError, warn_of_fallback
 from ..graphs.memory import MemoryPool
 from .decoder import GROWING, Decoder, Inputs, TokenChoice, forward_step
 from .eager_loop import EagerLoop
 from .launches import Counts, StepGraphs, launches
 from .processors import StaticProcessor, static
-from .step_trial import EAGER, WAYS, StepReport, StepTrial
+from .step_trial import EAGER, WAYS, ExactLogits, StepReport, StepTrial, TunedStep
 from .steps import Step, in_turn, lasting
 
 # A first step is another computation if it differs by more than so many ulps: of the largest logit
@@ -37,13 +37,13 @@ class DecodeSteps:
     ) -> None:
         self.decoder, self.verified = decoder, False
         self._pool, self._at_once, self._room = pool, at_once, room
-        # The way that steps run, and what trying others has shown; None if nobody has tried.
-        self.way = EAGER
-        self.tried: StepReport | None = None
+        # What trying other ways to run a step has shown; None if nobody has tried.
+        self.tuned: TunedStep | None = None
+        self._way = EAGER  # of the call that runs now
         self._forwards: dict[tuple[str, int], Step] = {}
         self._graphs: dict[tuple[str, int, Any], StepGraphs] = {}
         self._choices: dict[Any, TokenChoice] = {}  # least recently used first
-        self._past = Counts()
+        self._past, self._past_recaptures = Counts(), 0
         self._again = 0
 
     @property
@@ -101,6 +101,21 @@ class DecodeSteps:
 
     def run(self, loop: EagerLoop, filled: int, steps: int) -> str | None:
         """Make all tokens that are left, at most `steps`; gives why they are chosen eagerly."""
+        self._way = self._way_of(filled + steps)
+        try:
+            why = self._run(loop, filled, steps)
+        except Exception:
+            # Eager's own step may be able to run, for which nothing was compiled.
+            if self._way != EAGER:
+                self._forget()
+            raise
+        again = self._recaptures
+        if again > self._again:
+            # The model has changed: the next call compares anew.
+            self._again, self.verified = again, False
+        return why
+
+    def _run(self, loop: EagerLoop, filled: int, steps: int) -> str | None:
         processors = [static(each, self.decoder.logits) for each in loop.logits_processor]
         why = _why_outside(loop, processors)
         if why is None:
@@ -109,12 +124,31 @@ class DecodeSteps:
             made = self._outside(loop, filled, steps)
         if loop.config.return_dict_in_generate:
             self.decoder.cache.give(loop.cache, filled + made)
-        again = sum(graphs.recaptures for graphs in self._graphs.values())
-        if again > self._again:
-            # The model has changed: the next call compares anew, and runs eager's own step.
-            self._again, self.verified = again, False
-            self._take(EAGER)
         return why
+
+    @property
+    def _recaptures(self) -> int:
+        now = sum(graphs.recaptures for graphs in self._graphs.values())
+        return self._past_recaptures + now
+
+    def _way_of(self, positions: int) -> str:
+        """The way in which a call runs its steps that ends at so many positions."""
+        if self.tuned is None:
+            return EAGER
+        change = self.tuned.change()
+        if change is not None:
+            name = type(self.decoder.model).__name__
+            self._forget()
+            warn_of_fallback(
+                f"The step of {name}.generate that tune() has taken", change, "Call tune() again."
+            )
+            return EAGER
+        return self.tuned.way_for(self._visible(positions))
+
+    def _forget(self) -> None:
+        """Run eager's own step from now on."""
+        self.tuned = None
+        self._keep(EAGER)
 
     def _inside(
         self, loop: EagerLoop, processors: list[StaticProcessor], filled: int, steps: int
@@ -143,7 +177,7 @@ class DecodeSteps:
         self,
         loop: EagerLoop,
         inputs: Inputs,
-        prompt: EagerLoop,
+        reference: ExactLogits,
         filled: int,
         ways: Sequence[str],
         *,
@@ -154,35 +188,46 @@ class DecodeSteps:
         Args:
             loop: a call after its first token, whose steps have been verified.
             inputs: what its steps pass to the model.
-            prompt: the same call, before its prompt was read.
+            reference: the same call in float64.
             filled: positions that its prompt has filled.
             ways: names of ways.
             exact: whether a step must give eager's logits bit for bit.
+
+        Raises:
+            CaptureError: there is no graph even of eager's own step.
         """
+        self._forget()
         steps = loop.stopping_criteria.max_length - loop.input_ids.shape[1]
         at_once = self._at_once if self._at_once <= steps else 1
         with lasting():
             key, choice = self._choice([], False, None)
 
+        # Where a text is half made; other ways see the whole memory.
+        middle = filled + max(at_once, steps // 2)
+
         def forward(way: str) -> Step:
-            return self._forward(way, self._seen(way, filled + steps))
+            return self._forward(way, self._seen(way, middle))
 
         def launch(way: str) -> Callable[[], None]:
-            graphs = self._steps(filled + steps, key, choice, way)
+            graphs = self._steps(middle, key, choice, way)
+            graphs.launch(at_once)
+            if graphs.refused is not None:
+                raise graphs.refused
             return lambda: graphs.launch(at_once)
 
-        before = self.counts
-        trial = StepTrial(self.decoder, loop, inputs, prompt, filled, steps, exact)
+        before, kept = self.counts, EAGER
+        trial = StepTrial(self.decoder, loop, inputs, reference, min(steps, middle - filled), exact)
         try:
-            self.tried = trial.run(ways, forward, launch, at_once)
+            report = trial.run(ways, forward, launch, at_once)
+            self.tuned = TunedStep(self.decoder.model, report, self._visible(filled + steps))
+            kept = report.chosen
         finally:
-            self._take(EAGER if self.tried is None else self.tried.chosen)
+            self._keep(kept)
             self._past = Counts.total([self._past, before.without_steps(self.counts)])
-        return self.tried
+        return report
 
-    def _take(self, way: str) -> None:
-        """Run steps in one way from now on, and free what the others hold."""
-        self.way = way
+    def _keep(self, way: str) -> None:
+        """Free what ways but one hold."""
         for name, visible, key in [*self._graphs]:
             if name != way:
                 self._drop((name, visible, key))
@@ -226,6 +271,7 @@ class DecodeSteps:
     def _drop(self, name: tuple[str, int, Any]) -> None:
         graphs = self._graphs.pop(name)
         self._past = Counts.total([self._past, graphs.counts])
+        self._past_recaptures += graphs.recaptures
         graphs.close()
 
     def _outside(self, loop: EagerLoop, filled: int, steps: int) -> int:
@@ -248,14 +294,14 @@ class DecodeSteps:
     def _forward(self, way: str, visible: int) -> Step:
         """The model's run in a step."""
         if (way, visible) not in self._forwards:
-            self._forwards[way, visible] = WAYS[way](forward_step(self.decoder, visible))
+            self._forwards[way, visible] = WAYS[way].make(forward_step(self.decoder, visible))
         return self._forwards[way, visible]
 
     def _steps(
         self, positions: int, key: Any, choice: TokenChoice | None, way: str | None = None
     ) -> StepGraphs:
         """The graphs of a step that sees so many positions."""
-        way = self.way if way is None else way
+        way = self._way if way is None else way
         visible = self._seen(way, positions)
         graphs = self._graphs.get((way, visible, key))
         if graphs is None:

@@ -142,17 +142,20 @@ class GraphedGenerator:
             try:
                 return self._by_graphs(args, kwargs)
             finally:
-                self._busy = False
-                if self._release_later:
-                    self._release_later = False
-                    self.release()
+                self._end_call()
+
+    def _end_call(self) -> None:
+        self._busy = False
+        if self._release_later:
+            self._release_later = False
+            self.release()
 
     def tune(self, *args: Any, **kwargs: Any) -> StepReport:
         """Try ways to run the decode steps of a call, and take the fastest that is right.
 
-        The steps of later calls of the same form (batch size, keywords, at most as many positions)
-        run in that way, until the model changes. Which ways are tried, `strategies` of
-        `graph_generate` says.
+        The steps of later calls of the same form (batch size, keywords, the same bucket at their
+        end) run in that way, until the model changes, a longer call of that form is made, or
+        `release()` is called. Which ways are tried, `strategies` of `graph_generate` says.
 
         Args:
             args: of a typical call of generate(); it makes as many tokens as its calls will.
@@ -174,10 +177,11 @@ class GraphedGenerator:
             try:
                 return self._tuned(args, kwargs)
             finally:
-                self._busy = False
+                self._end_call()
 
     def _tuned(self, args: Any, kwargs: dict[str, Any]) -> StepReport:
-        from .eager_loop import EagerLoop
+        from .eager_loop import EagerLoop, own_loop
+        from .step_trial import ExactLogits
 
         found: list[StepReport] = []
 
@@ -190,26 +194,32 @@ class GraphedGenerator:
             generation_config: Any,
             **rest: Any,
         ) -> Any:
+            if own_loop(model) is not None:
+                raise CaptureError("The model has a loop of its own.")
             given = input_ids, logits_processor, stopping_criteria, generation_config
             # Its cache is still empty: each has one of its own, which its steps fill.
-            first, tried, prompt = (EagerLoop(model, *given, copy.deepcopy(rest)) for _ in range(3))
+            first, tried, exact = (EagerLoop(model, *given, copy.deepcopy(rest)) for _ in range(3))
             logits = first.prefill()
             first.choose(logits)
             if first.ended:
                 raise CaptureError("This call ends at its first token: there is no step to try.")
+            tried.prefill()
+            tried.input_ids = first.input_ids
+            reference = ExactLogits(exact)
             with model._optimize_model_for_decode():
-                kept, inputs, filled = self._ready(first, logits)
-                tried.prefill()
-                tried.input_ids = first.input_ids
-                found.append(
-                    kept.tune(tried, inputs, prompt, filled, self._strategies, exact=self._exact)
-                )
+                kept, inputs, filled = self._ready(first, logits, anew=True)
+                options = (filled, self._strategies)
+                found.append(kept.tune(tried, inputs, reference, *options, exact=self._exact))
             return first.input_ids
 
         args, kwargs = _with_own_cache(self.model, args, {**kwargs, "streamer": None})
         device = self.model.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            self.model.generate(*args, **kwargs, custom_generate=decode)
+            try:
+                self.model.generate(*args, **kwargs, custom_generate=decode)
+            except ValueError as error:
+                if "custom_generate" not in str(error):
+                    raise
         if not found:
             raise CaptureError(f"{type(self.model).__name__}: {_OTHER_LOOP}.")
         return found[0]
@@ -227,11 +237,9 @@ class GraphedGenerator:
             lines += [
                 f"  {why}: {counted(n, 'launch', 'launches')}" for why, n in kept.refusals.items()
             ]
-            if kept.tried is not None:
-                lines += [
-                    f"  steps run by {kept.way}",
-                    *(f"    {r}" for r in f"{kept.tried}".splitlines()),
-                ]
+            if kept.tuned is not None:
+                lines.append(f"  steps run by {kept.tuned.report.chosen}")
+                lines += [f"    {line}" for line in str(kept.tuned.report).splitlines()]
         lines += [f"eager, {counted(n, 'call')}: {why}" for why, n in made.eager.items()]
         lines += [
             f"chosen outside of the graph, {counted(n, 'call')}: {why}"
@@ -390,8 +398,15 @@ class GraphedGenerator:
                 self._run(kept, loop, filled)
         return loop.result()
 
-    def _ready(self, loop: EagerLoop, logits: torch.Tensor) -> tuple[DecodeSteps, Inputs, int]:
+    def _ready(
+        self, loop: EagerLoop, logits: torch.Tensor, *, anew: bool = False
+    ) -> tuple[DecodeSteps, Inputs, int]:
         """Static tensors that have taken a call over, what, and the positions that it has filled.
+
+        Args:
+            loop: the call, after its first token.
+            logits: of that token.
+            anew: compare a step with the model's own even if that was done before.
 
         Raises:
             CaptureError: this call cannot take part; the loop can go on by itself.
@@ -410,6 +425,7 @@ class GraphedGenerator:
             filled = length_of(loop.cache) or length - 1
             capacity = self._room(filled + most - length)
             key, kept = self._kept_for(loop, inputs, capacity, logits)
+            kept.verified = kept.verified and not anew
             if kept.verified:
                 kept.decoder.read(loop, inputs)
         except CaptureError:

@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..calls.plurals import counted
 from ..calls.snapshots import ModuleState
+from ..calls.switches import read
+from ..calls.watch import ModuleWatch
 from ..errors import first_line
 from ..evaluation.accuracy import error_of, special_values
 from ..evaluation.measurement import Timer, interleave
-from ..evaluation.reference import beside_eager, in_float64
+from ..evaluation.reference import ANOTHER_PATH, beside_eager, in_float64
 from ..report.table import duration, ratio
 from ..strategies.inductor import fresh_entry
 from .decoder import Decoder, Inputs
@@ -30,17 +34,39 @@ EAGER, INDUCTOR = "eager", "inductor"
 _TOKENS = 32
 # Seconds to time all ways in.
 _TIMING_S = 2.0
+# The table of ways, in 80 columns.
+_COLUMNS = "{:<12}{:>10}{:>14}{:>10}{:>14}  {}"
 # Another way has to take less than this share of eager's time.
 _FASTER = 0.98
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way to run a step.
+
+    Attributes:
+        make: makes a function that does what the model's own step does.
+        unavailable: why there is no such way on a device; empty if there is.
+    """
+
+    make: Callable[[Step], Step]
+    unavailable: Callable[[torch.device], str] = lambda device: ""
+
+
 def _inductor(step: Step) -> Step:
-    compiled: Step = torch.compile(fresh_entry(step), dynamic=False, fullgraph=True)
+    # Frozen weights would be copies: new values in the same memory would not be seen.
+    options: dict[str, Any] = {"freezing": False}
+    compiled: Step = torch.compile(
+        fresh_entry(step), dynamic=False, fullgraph=True, options=options
+    )
     return compiled
 
 
-# What makes each way of the model's own step.
-WAYS: dict[str, Callable[[Step], Step]] = {EAGER: lambda step: step, INDUCTOR: _inductor}
+def _needs_gpu(device: torch.device) -> str:
+    return "" if device.type == "cuda" else "on a CPU, graphs record eager's operations"
+
+
+WAYS = {EAGER: Way(lambda step: step), INDUCTOR: Way(_inductor, _needs_gpu)}
 
 
 @dataclass(frozen=True)
@@ -92,20 +118,90 @@ class StepReport:
 
     def _lines(self) -> Iterator[str]:
         eager = self.row(EAGER).seconds
+        yield _COLUMNS.format("step", "a token", "read", "vs eager", "as eager", "").rstrip()
         for row in self.rows:
-            words = [f"{row.strategy:<10}"]
+            time_s = reads = faster = alike = ""
             if row.seconds is not None:
-                words.append(f"{duration(row.seconds)} a token")
-                words.append(f"{self.nbytes / row.seconds / 1e9:,.1f} GB/s")
-                if eager is not None and row.strategy != EAGER:
-                    words.append(f"{ratio(eager / row.seconds)} eager's step")
+                time_s = duration(row.seconds)
+                reads = f"{self.nbytes / row.seconds / 1e9:,.1f} GB/s"
+                faster = "" if eager is None else ratio(eager / row.seconds)
             if row.agreement is not None:
-                words.append(f"{row.agreement:.0%} of {self.tokens:,} tokens are eager's")
-            words.append(row.reason or ("chosen" if row.strategy == self.chosen else "right"))
-            yield "  ".join(words)
+                alike = f"{round(row.agreement * self.tokens):,} of {self.tokens:,}"
+            result = "chosen" if row.strategy == self.chosen else "right" if row.eligible else ""
+            yield _COLUMNS.format(row.strategy, time_s, reads, faster, alike, result).rstrip()
+            if row.reason:
+                yield f"  not taken: {row.reason}"
 
 
-@dataclass(eq=False)
+class TunedStep:
+    """The way in which the steps of a form of calls run since they were tuned.
+
+    Args:
+        model: the model.
+        report: of trying all ways.
+        visible: positions that the last step of such a call sees.
+    """
+
+    def __init__(self, model: nn.Module, report: StepReport, visible: int) -> None:
+        self.report, self._visible = report, visible
+        self._watch = ModuleWatch(model, values=False)
+        self._switches = read()
+
+    def change(self) -> str | None:
+        """What has changed of the model since, in words; None if nothing has."""
+        return None if self._watch.unchanged() else self._watch.changed()
+
+    def way_for(self, visible: int) -> str:
+        """The way for a call whose last step sees so many positions."""
+        fits = visible == self._visible and read() == self._switches
+        return self.report.chosen if fits else EAGER
+
+
+class ExactLogits:
+    """The logits of a call with every operation in float64.
+
+    Args:
+        loop: the call, before its prompt is read.
+    """
+
+    def __init__(self, loop: EagerLoop) -> None:
+        self._loop, self._why = loop, ""
+        self._in_float64(lambda: [loop.prefill()])
+
+    def of(self, first: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+        """Logits of each step, shape (steps, batch, vocabulary); None, with the reason, without.
+
+        Args:
+            first: the token behind the prompt, shape (batch, 1).
+            tokens: those behind it, shape (steps, batch).
+        """
+        loop = self._loop
+
+        def logits() -> list[torch.Tensor]:
+            found = []
+            for each in (first, *(token[:, None] for token in tokens[:-1])):
+                loop.input_ids = torch.cat([loop.input_ids, each], dim=-1)
+                found.append(loop.forward().double())
+            return found
+
+        found = [] if self._why else self._in_float64(logits)
+        return (None, self._why) if self._why else (torch.stack(found), "")
+
+    def _in_float64(self, work: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """What some work gives; it leaves the model as it was."""
+        try:
+            state = ModuleState(self._loop.model)
+            try:
+                with in_float64():
+                    return work()
+            finally:
+                state.restore()
+        except Exception as error:
+            self._why = f"eager's own error is not known ({first_line(error)})"
+            return []
+
+
+@dataclass(frozen=True, eq=False)
 class StepTrial:
     """Runs steps from the same place in a call, the first step behind its prompt.
 
@@ -113,8 +209,7 @@ class StepTrial:
         decoder: static tensors.
         loop: the call, after its first token.
         inputs: what its steps pass to the model.
-        prompt: the same call, before its prompt was read.
-        filled: positions that its prompt has filled.
+        reference: the call in float64.
         steps: the most steps to run.
         exact: whether a step must give eager's logits bit for bit.
     """
@@ -122,13 +217,9 @@ class StepTrial:
     decoder: Decoder
     loop: EagerLoop
     inputs: Inputs
-    prompt: EagerLoop
-    filled: int
+    reference: ExactLogits
     steps: int
     exact: bool
-
-    def __post_init__(self) -> None:
-        self.steps = min(self.steps, _TOKENS)
 
     def run(
         self,
@@ -142,23 +233,16 @@ class StepTrial:
         Args:
             ways: their names.
             forward: makes the model's run in a step, in one way.
-            launch: makes a launch of whole steps.
+            launch: makes a launch of whole steps, which it has run once.
             at_once: steps of one launch.
+
+        Raises:
+            CaptureError: there is no graph even of eager's own step.
         """
-        rows: list[StepRow] = []
         eager, tokens = self._outputs(forward(EAGER), None)
-        exact, why_not = self._exact(tokens)
-        for way in ways:
-            began = time.perf_counter()
-            try:
-                logits = eager if way == EAGER else self._outputs(forward(way), tokens)[0]
-            except Exception as error:
-                rows.append(StepRow(way, False, first_line(error)))
-                continue
-            seconds = time.perf_counter() - began
-            share = float((logits.argmax(-1) == eager.argmax(-1)).double().mean())
-            reason = "" if way == EAGER else self._problem(logits, eager, exact, why_not)
-            rows.append(StepRow(way, not reason, reason, None, share, seconds))
+        exact = self.reference.of(self.loop.input_ids[:, -1:], tokens)
+        rows = [StepRow(EAGER, True, "", None, 1.0)]
+        rows += [self._row(way, forward, tokens, eager, exact) for way in ways if way != EAGER]
         rows = self._timed(rows, launch, at_once)
         weights = sum(p.numel() * p.element_size() for p in self.decoder.model.parameters())
         report = StepReport(
@@ -171,6 +255,28 @@ class StepTrial:
         self.decoder.read(self.loop, self.inputs)
         return report
 
+    def _row(
+        self,
+        way: str,
+        forward: Callable[[str], Step],
+        tokens: torch.Tensor,
+        eager: torch.Tensor,
+        exact: tuple[torch.Tensor | None, str],
+    ) -> StepRow:
+        """What becomes of one way, before it is timed."""
+        why = WAYS[way].unavailable(eager.device)
+        if why:
+            return StepRow(way, False, why)
+        began = time.perf_counter()
+        try:
+            logits, _ = self._outputs(forward(way), tokens)
+            seconds = time.perf_counter() - began
+            share = float((logits.argmax(-1) == eager.argmax(-1)).double().mean())
+            reason = self._problem(logits, eager, *exact)
+        except Exception as error:
+            return StepRow(way, False, first_line(error))
+        return StepRow(way, not reason, reason, None, share, seconds)
+
     def _outputs(
         self, step: Step, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,29 +288,12 @@ class StepTrial:
         """
         self.decoder.read(self.loop, self.inputs)
         logits, fed = [], []
-        for index in range(self.steps):
+        for index in range(min(self.steps, _TOKENS)):
             step()
             logits.append(self.decoder.logits.clone())
             fed.append(logits[-1].argmax(-1) if tokens is None else tokens[index])
             self.decoder.token.copy_(fed[-1][:, None])
         return torch.stack(logits), torch.stack(fed)
-
-    def _exact(self, tokens: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-        """The logits in float64 for the same tokens; None, with the reason, if there are none."""
-        loop, logits = self.prompt, []
-        state = ModuleState(loop.model)
-        try:
-            with in_float64():
-                loop.prefill()
-                first = self.loop.input_ids[:, -1:]
-                for each in [first, *(token[:, None] for token in tokens[:-1])]:
-                    loop.input_ids = torch.cat([loop.input_ids, each], dim=-1)
-                    logits.append(loop.forward().double())
-        except Exception as error:
-            return None, f"eager's own error is not known ({first_line(error)})"
-        finally:
-            state.restore()
-        return torch.stack(logits), ""
 
     def _problem(
         self,
@@ -223,6 +312,8 @@ class StepTrial:
         if not torch.equal(special_values(logits), special_values(eager)):
             return "other logits are infinite"
         own, _ = error_of(eager, exact, eager)
+        if not (own.rms <= ANOTHER_PATH and bool(torch.isfinite(exact).any())):
+            return "the float64 run takes another path than eager"
         error, peak = error_of(logits, exact, eager)
         ulp = torch.finfo(self.loop.model.dtype).eps
         limit = beside_eager(own, ulp, peak)
@@ -236,7 +327,8 @@ class StepTrial:
         clear = first - second > 2 * off
         wrong = clear & (logits.argmax(-1) != eager.argmax(-1))
         if bool(wrong.any()):
-            return f"{int(wrong.sum())} tokens are others, where rounding does not choose"
+            places = counted(int(wrong.sum()), "place")
+            return f"it chooses other tokens in {places} where rounding does not decide"
         return ""
 
     def _timed(
@@ -246,22 +338,30 @@ class StepTrial:
         at_once: int,
     ) -> list[StepRow]:
         """The rows of all ways that are right, with their times."""
-        timer = Timer(self.decoder.token.device)
-        calls = {}
-        for row in rows:
-            if row.eligible:
-                calls[row.strategy] = self._from_the_start(launch(row.strategy))
-        found = interleave(calls, timer, budget_s=_TIMING_S)
+        timer, calls = Timer(self.decoder.token.device), {}
+        found = list(rows)
+        for index, row in enumerate(rows):
+            if not row.eligible:
+                continue
+            try:
+                calls[row.strategy] = self._from_the_start(lambda way=row.strategy: launch(way))
+            except Exception as error:
+                if row.strategy == EAGER:
+                    raise
+                found[index] = replace(row, eligible=False, reason=first_line(error))
+        times = interleave(calls, timer, budget_s=_TIMING_S)
         return [
-            replace(row, seconds=found[row.strategy].typical().median / at_once)
-            if row.strategy in found
+            replace(row, seconds=times[row.strategy].typical().median / at_once)
+            if row.strategy in times
             else row
-            for row in rows
+            for row in found
         ]
 
-    def _from_the_start(self, launch: Callable[[], None]) -> Callable[[], None]:
+    def _from_the_start(self, make: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """A launch that stands behind the prompt before it begins."""
         decoder = self.decoder
+        decoder.read(self.loop, self.inputs)
+        launch = make()
         decoder.read(self.loop, self.inputs)
         moving = [decoder.cache.clock, decoder.count, decoder.valid]
         if decoder.position_name is not None:
