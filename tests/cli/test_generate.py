@@ -134,7 +134,7 @@ def test_ways_to_run_a_step_are_tried_and_shown(
     assert result.exit_code == 0, result.output
     _, heads, eager, other, *_ = result.stdout.splitlines()
     assert heads.split() == ["step", "a", "token", "read", "vs", "eager", "as", "eager"]
-    assert re.fullmatch(r"eager +[\d.]+ \ws +[\d.]+ GB/s +1.00× +11 of 11  (chosen|right)", eager)
+    assert re.fullmatch(r"eager +[\d.]+ \ws +[\d.]+ GB/s +1.00× +\d+ of \d+  (chosen|right)", eager)
     assert other.startswith("inductor ")
     assert max(map(len, result.stdout.splitlines())) <= 80
     steps = json.loads(file.read_text())["steps"]

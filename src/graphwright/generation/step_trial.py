@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -344,7 +345,7 @@ class StepTrial:
             if not row.eligible:
                 continue
             try:
-                calls[row.strategy] = self._from_the_start(lambda way=row.strategy: launch(way))
+                calls[row.strategy] = self._from_the_start(partial(launch, row.strategy))
             except Exception as error:
                 if row.strategy == EAGER:
                     raise
