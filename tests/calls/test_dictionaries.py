@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,8 @@ def among_others(d: dict[Any, Any]) -> Callable[[], Any]:
             if same():
                 return number
         versions = [dictionaries.read(each) for each in readers]
-        known.append((dictionaries.same_versions(readers, versions), len(known)))
+        read_all, given, before = dictionaries.all_at_once(readers, versions)
+        known.append((lambda: bool(read_all(given) == before), len(known)))
         assert known[-1][0]()
         return len(known) - 1
 
@@ -164,4 +166,18 @@ def test_attributes_in_another_dictionary_are_noticed(checks: str) -> None:
 def test_what_has_another_version_already_is_never_the_same() -> None:
     readers = [dictionaries.reader({"a": 1}), dictionaries.reader({"b": 1})]
     versions = [dictionaries.read(readers[0]), None]
-    assert not dictionaries.same_versions(readers, versions)()
+    read_all, given, before = dictionaries.all_at_once(readers, versions)
+    assert read_all(given) != before
+
+
+def test_what_is_read_is_kept_alive() -> None:
+    watched = [{"a": number} for number in range(100)]
+    readers = list(map(dictionaries.reader, watched))
+    read_all, given, before = dictionaries.all_at_once(
+        readers, list(map(dictionaries.read, readers))
+    )
+    del watched, readers
+    gc.collect()
+    others = [{"b": number} for number in range(1000)]
+    assert read_all(given) == before
+    assert others

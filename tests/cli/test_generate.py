@@ -125,7 +125,7 @@ def test_one_prompt_is_compared_with_the_model_s_own(source: Path, tmp_path: Pat
 def test_ways_to_run_a_step_are_tried_and_shown(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = step_trial.Way(lambda step: lambda: step())
+    other = step_trial.StepWay(lambda step: lambda: step())
     monkeypatch.setitem(step_trial.WAYS, step_trial.INDUCTOR, other)
     monkeypatch.setattr(step_trial, "_TIMING_S", 0.01)
     file = tmp_path / "made.json"

@@ -12,7 +12,7 @@ from generating import agree, gpt2, mistral, prompts
 import graphwright as gw
 from graphwright.errors import CaptureError, OptionError
 from graphwright.generation import step_trial
-from graphwright.generation.step_trial import EAGER, INDUCTOR, StepRow, StepTrial, Way
+from graphwright.generation.step_trial import EAGER, INDUCTOR, StepRow, StepTrial, StepWay
 from graphwright.generation.steps import Step
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step], Step]], 
     )
 
     def put(way: Callable[[Step], Step]) -> None:
-        monkeypatch.setitem(step_trial.WAYS, INDUCTOR, Way(way))
+        monkeypatch.setitem(step_trial.WAYS, INDUCTOR, StepWay(way))
 
     return put
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import levels_above
 from .dependencies import PLAIN, Dependencies, compare_walks
-from .dictionaries import read, reader, same_versions
+from .dictionaries import all_at_once, read, reader
 from .differences import difference
 from .forking import lock
 from .leaves import guard_of, without_memory
@@ -265,7 +265,7 @@ class _Compared:
         row, same = _row, operator.is_
         attributes_of, forward = _ATTRIBUTES, _FORWARD
         owners, attributes = self.owners, self.attributes
-        as_written = same_versions(self.readers, self.versions)
+        versions_of, dictionaries, versions = all_at_once(self.readers, self.versions)
         empty, typed, types_ = self.found.empty, self.found.typed, self.types
         classes, forwards = self.classes, self.forwards
         lists, items, sized, lengths = self.lists, self.items, self.lists + self.long, self.lengths
@@ -277,7 +277,7 @@ class _Compared:
         def unchanged() -> bool:
             try:
                 if (
-                    not as_written()
+                    versions_of(dictionaries) != versions
                     or not all(map(same, map(attributes_of, owners), attributes))
                     or list(map(type, typed)) != types_
                     or any(empty)

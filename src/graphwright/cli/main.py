@@ -577,21 +577,22 @@ def generate(
 
     files = {"json": json_file}
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    if not sample and any(value is not None for value in drawn.values()):
-        raise click.UsageError("--temperature, --top-k and --top-p are for --sample.")
-    if eager and tuned:
-        raise click.UsageError("--tune tries ways to run the graphs' steps: drop --eager.")
-    if eager and compare:
-        raise click.UsageError("--compare runs the model's own generate() anyway: drop --eager.")
-    if prompts and ids:
-        raise click.UsageError("Give --prompt or --ids, and not both.")
+    drawn = {name: value for name, value in drawn.items() if value is not None}
+    for refused, why in (
+        (drawn and not sample, "--temperature, --top-k and --top-p are for --sample."),
+        (eager and tuned, "--tune tries ways to run the graphs' steps: drop --eager."),
+        (eager and compare, "--compare runs the model's own generate() anyway: drop --eager."),
+        (prompts and ids, "Give --prompt or --ids, and not both."),
+    ):
+        if refused:
+            raise click.UsageError(why)
     tokens = [_tokens(text) for text in ids]
     check_files(files)
     with progress_shown(None, f"loading {target}", after_s=SHORT_S):
         loaded = load_generative(target, _device(device))
     check_sources(files, loaded.file)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
-    options |= {name: value for name, value in drawn.items() if value is not None}
+    options |= drawn
     prompted = Prompted(loaded, prompts, tokens, options, seed)
     shown = not is_stdout(json_file)
     tried = prompted.tune() if tuned else None

@@ -42,7 +42,7 @@ _FASTER = 0.98
 
 
 @dataclass(frozen=True)
-class Way:
+class StepWay:
     """A way to run a step.
 
     Attributes:
@@ -67,7 +67,7 @@ def _needs_gpu(device: torch.device) -> str:
     return "" if device.type == "cuda" else "on a CPU, graphs record eager's operations"
 
 
-WAYS = {EAGER: Way(lambda step: step), INDUCTOR: Way(_inductor, _needs_gpu)}
+WAYS = {EAGER: StepWay(lambda step: step), INDUCTOR: StepWay(_inductor, _needs_gpu)}
 
 
 @dataclass(frozen=True)

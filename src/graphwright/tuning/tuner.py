@@ -377,17 +377,17 @@ class Tuning:
         if note:
             self.report.notes.append(note)
         self._check_other_sizes(chosen.strategy, self._kept[chosen.strategy])
-        if key is None:
-            own = "a strategy of your own took part"
-            self.why_not_cached = own if self.asked.remember else "remember=False"
-        else:
-            self._remember(key)
+        self._remember(key)
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
 
-    def _remember(self, key: Fingerprint) -> None:
+    def _remember(self, key: Fingerprint | None) -> None:
         """Cache the choice, unless a busy machine decided: the next run may have a quiet one."""
+        if key is None:
+            own = "a strategy of your own took part"
+            self.why_not_cached = own if self.asked.remember else "remember=False"
+            return
         if any(row.unsteady for row in self.report.rows):
             self.why_not_cached = "other work on this machine disturbed the timing"
             return
