@@ -48,8 +48,8 @@ FACES = {
     "FusedModule": "calls explain module regions untraced",
     "Graph": "branches close dump inputs memory mutates name nbytes node_count nodes outputs pool "
     "random replay state",
-    "GraphedCallable": f"{_CALLABLE} fn graph_for on_miss reference sizes",
-    "GraphedGenerator": "close explain generate model pool release statistics",
+    "GraphedCallable": f"{_CALLABLE} counts fn graph_for on_miss reference sizes",
+    "GraphedGenerator": "close explain generate model pool release statistics tune",
     "GraphedModule": f"{_CALLABLE} module",
     "GraphedStep": "close explain pool release statistics",
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
