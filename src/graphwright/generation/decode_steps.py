@@ -133,7 +133,7 @@ class DecodeSteps:
 
     def _way_of(self, positions: int) -> str:
         """The way in which a call runs its steps that ends at so many positions."""
-        if self.tuned is None:
+        if self.tuned is None or self.tuned.report.chosen == EAGER:
             return EAGER
         change = self.tuned.change()
         if change is not None:
