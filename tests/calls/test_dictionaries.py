@@ -181,3 +181,18 @@ def test_what_is_read_is_kept_alive() -> None:
     others = [{"b": number} for number in range(1000)]
     assert read_all(given) == before
     assert others
+
+
+def test_to_watch_a_dictionary_is_no_write_to_it(checks: str, device: torch.device) -> None:
+    """From Python 3.12 on the check in C++ marks what it watches, in the tag itself."""
+    module = Settings().to(device)
+    watch = ModuleWatch(module, values=False)
+    for _ in range(5):
+        assert watch.unchanged()
+    assert (watch._compiled is not None) == (checks != "python")
+    watches = [ModuleWatch(module, values=False) for _ in range(3)]
+    for each in [*watches, watch] * 5:
+        assert each.unchanged()
+    del watches, each
+    gc.collect()
+    assert watch._compared.unchanged()

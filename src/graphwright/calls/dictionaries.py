@@ -15,61 +15,55 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+# From 3.12 on the lowest byte of a tag says who watches the dictionary, which is no write to it.
+_WATCHERS = sys.version_info >= (3, 12)
+_TAG_SIZE = ctypes.sizeof(ctypes.c_uint64) - _WATCHERS
 # Where a dictionary has its tag: behind what all objects have and the number of its items.
 _TAG = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
-_TAG_SIZE = ctypes.sizeof(ctypes.c_uint64)
+_TAG += _WATCHERS and sys.byteorder == "little"
 # Where an OrderedDict counts: behind the dictionary and five fields (`struct _odictobject`).
 _ORDER = dict.__basicsize__ + 5 * ctypes.sizeof(ctypes.c_void_p)
 # Writes after which CPython has specialised the instruction that writes.
 _OFTEN = 64
 
 
-class _Tag(ctypes.c_uint64):
-    """The tag of a dictionary, which it keeps alive."""
+class _Tag(ctypes.c_char * _TAG_SIZE):  # type: ignore[misc]  # an array
+    """The bytes of a dictionary's tag, which keep it alive."""
 
     of: dict[Any, Any]
+    raw: bytes
 
 
-def _tag(dictionary: dict[Any, Any]) -> _Tag:
-    found = _Tag.from_address(id(dictionary) + _TAG)
-    found.of = dictionary
-    return found
+class _Order(ctypes.c_char * ctypes.sizeof(ctypes.c_size_t)):  # type: ignore[misc]  # an array
+    """The bytes of the count of changes of an OrderedDict's order, which keep it alive."""
 
-
-class _Bytes(ctypes.c_ubyte * ctypes.sizeof(ctypes.c_uint64)):  # type: ignore[misc]  # an array
-    """The bytes of a number, where CPython has it."""
-
-    of: Any
-
-
-def _places(reader: _Tag | _OrderedTag) -> Iterator[memoryview]:
-    """The bytes of a version; they keep the dictionary alive."""
-    for number in (reader,) if isinstance(reader, _Tag) else reader.numbers:
-        found = _Bytes.from_address(ctypes.addressof(number))
-        found.of = reader
-        yield memoryview(found)
+    of: OrderedDict[Any, Any]
+    raw: bytes
 
 
 class _OrderedTag:
     """The tag of an OrderedDict and the count of changes of its order."""
 
-    __slots__ = ("_order", "_tag")
+    __slots__ = ("places",)
 
     def __init__(self, dictionary: OrderedDict[Any, Any]) -> None:
-        self._tag = _tag(dictionary)
-        self._order = _order(dictionary)
+        self.places = _tag(dictionary), _order(dictionary)
 
     @property
-    def value(self) -> tuple[int, int]:
-        return self._tag.value, self._order.value
-
-    @property
-    def numbers(self) -> tuple[ctypes.c_uint64, ctypes.c_size_t]:
-        return self._tag, self._order
+    def raw(self) -> bytes:
+        return b"".join(self.places)
 
 
-def _order(dictionary: OrderedDict[Any, Any]) -> ctypes.c_size_t:
-    return ctypes.c_size_t.from_address(id(dictionary) + _ORDER)
+def _tag(dictionary: dict[Any, Any]) -> _Tag:
+    found: _Tag = _Tag.from_address(id(dictionary) + _TAG)
+    found.of = dictionary
+    return found
+
+
+def _order(dictionary: OrderedDict[Any, Any]) -> _Order:
+    found: _Order = _Order.from_address(id(dictionary) + _ORDER)
+    found.of = dictionary
+    return found
 
 
 def content(dictionary: dict[Any, Any]) -> tuple[int, ...]:
@@ -94,13 +88,13 @@ def _tags_tell() -> bool:
     tried: Any = Tried()
     tried.a = None
     tag = _tag(vars(tried))
-    seen = [tag.value]
+    seen = [tag.raw]
 
     def written_often() -> None:
         # CPython takes other ways to write once a line has run some times.
         for _ in range(_OFTEN):
             tried.a = object()
-            seen.append(tag.value)
+            seen.append(tag.raw)
 
     written_often()
     for write in (
@@ -112,11 +106,11 @@ def _tags_tell() -> bool:
         lambda: vars(tried).clear(),
     ):
         write()
-        seen.append(tag.value)
+        seen.append(tag.raw)
     if len(set(seen)) < len(seen):
         return False
     # Whatever else changes there would be taken for a write.
-    return [*vars(tried)] == [] and vars(tried).get("a") is None and tag.value == seen[-1]
+    return [*vars(tried)] == [] and vars(tried).get("a") is None and tag.raw == seen[-1]
 
 
 def _order_tells() -> bool:
@@ -125,19 +119,19 @@ def _order_tells() -> bool:
         return False
     tried = OrderedDict.fromkeys("abcd")
     count = _order(tried)
-    seen = [count.value]
+    seen = [count.raw]
     for key, last in (("a", True), ("d", False), ("b", True)):
         tried.move_to_end(key, last)
-        seen.append(count.value)
+        seen.append(count.raw)
     if len(set(seen)) < len(seen):
         return False
-    return [*tried] == ["d", "c", "a", "b"] and count.value == seen[-1]
+    return [*tried] == ["d", "c", "a", "b"] and count.raw == seen[-1]
 
 
 TAGS = _tags_tell()
 ORDER = _order_tells()
 # Reads the version from what `reader` gives; in C, as it is done for each dictionary at each call.
-read: Callable[[Any], Any] = operator.attrgetter("value") if TAGS else content
+read: Callable[[Any], Any] = operator.attrgetter("raw") if TAGS else content
 
 
 def has_version(holder: Any) -> bool:
@@ -168,12 +162,12 @@ def all_at_once(
     if not TAGS or None in known:
         return _each, list(readers), known
     join = b"".join
-    before = join(
-        value.to_bytes(_TAG_SIZE, sys.byteorder)
-        for version in known
-        for value in (version if isinstance(version, tuple) else (version,))
-    )
-    return join, [place for each in readers for place in _places(each)], before
+    return join, [place for each in readers for place in _places(each)], join(known)
+
+
+def _places(reader: _Tag | _OrderedTag) -> Iterator[memoryview]:
+    """The bytes of a version; they keep the dictionary alive."""
+    return map(memoryview, (reader,) if isinstance(reader, _Tag) else reader.places)
 
 
 def _each(readers: list[Any]) -> list[Any]:
