@@ -394,8 +394,8 @@ def _is_one_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def _divided(scores: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """Scores by a number, rounded as PyTorch rounds a division by a number of the host."""
-    if scores.is_cuda:
-        return scores * (1 / number.to(scores.dtype))
+    if scores.is_cuda:  # By a product with one over it, which the host computes in float64.
+        return scores * (1 / number).to(scores.dtype)
     return scores / number
 
 
