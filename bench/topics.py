@@ -220,7 +220,8 @@ def _capture(results: Results) -> Outcome:
 
 def _calls(results: Results) -> Outcome:
     turns = results["calls-h200"]["rounds"]["now"]
-    both = {name: added(turns, name) for name, us in turns[0].items() if "tune" in us}
+    tuned_too = [name for name, us in turns[0].items() if "tune" in us]
+    both = {name: added(turns, name) for name in tuned_too}
     rows: list[Row] = list(both.items())
     tuned, graphed = zip(*both.values(), strict=True)
     targets = results["calls-h200"]["targets"]
