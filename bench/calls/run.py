@@ -307,11 +307,11 @@ def to_markdown(result: Row) -> str:
     return "\n".join(
         [
             "Microseconds of a synchronised call: the median of "
-            f"{counted(len(turns), 'round')}. *what was chosen* is called without graphwright, *replay* is a "
-            "replay of the graph with its inputs copied, *look* is the check that the module has "
-            "not changed, in C++ and in Python. *added* is the median of the differences within a "
-            "round, so it is not exactly the difference of the medians. Where a call takes "
-            "milliseconds, the noise is larger than what is added.",
+            f"{counted(len(turns), 'round')}. *what was chosen* is called without graphwright, "
+            "*replay* is a replay of the graph with its inputs copied, *look* is the check that "
+            "the module has not changed, in C++ and in Python. *added* is the median of the "
+            "differences within a round, so it is not exactly the difference of the medians. Where "
+            "a call takes milliseconds, the noise is larger than what is added.",
             "",
             *marked(table),
             "",

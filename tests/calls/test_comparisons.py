@@ -601,11 +601,14 @@ def _linear() -> nn.Module:
 def test_a_parameter_that_is_frozen_is_noticed_where_it_is_trained(ask: str) -> None:
     for training in (True, False):
         model: Any = _linear()
+        model.scale = float("0.5")
         watch = ModuleWatch(model, values=False, training=training)
         as_it_was = {"unchanged": True, "changed": None}[ask]
         assert getattr(watch, ask)() is as_it_was
         model.weight.requires_grad_(False)
         assert (getattr(watch, ask)() == as_it_was) is not training
+        model.scale = float("0.5")  # Each value is compared.
+        assert (watch.changed() is None) is not training
 
 
 def test_an_audit_looks_at_each_nth_check_and_then_until_the_values_are_back() -> None:
