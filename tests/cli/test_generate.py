@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from graphwright.cli.generate import Generation, Timed, show
 from graphwright.cli.main import main
-from graphwright.generation import step_trial
+from graphwright.generation import step_trial, step_ways
 
 pytest.importorskip("transformers")
 
@@ -125,8 +125,8 @@ def test_one_prompt_is_compared_with_the_model_s_own(source: Path, tmp_path: Pat
 def test_ways_to_run_a_step_are_tried_and_shown(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = step_trial.StepWay(lambda step: lambda: step())
-    monkeypatch.setitem(step_trial.WAYS, step_trial.INDUCTOR, other)
+    other = step_ways.StepWay(lambda step: lambda: step())
+    monkeypatch.setitem(step_ways.WAYS, step_ways.INDUCTOR, other)
     monkeypatch.setattr(step_trial, "_TIMING_S", 0.01)
     file = tmp_path / "made.json"
     options = ("--prompt", "one tw", "--max-new-tokens", 12, "--tune", "--compare", "--json", file)
@@ -138,7 +138,7 @@ def test_ways_to_run_a_step_are_tried_and_shown(
     assert other.startswith("inductor ")
     assert max(map(len, result.stdout.splitlines())) <= 80
     steps = json.loads(file.read_text())["steps"]
-    assert [row["strategy"] for row in steps["rows"]] == ["eager", "inductor"]
+    assert [row["strategy"] for row in steps["rows"]] == ["eager", "inductor", "inductor:gemv"]
     assert generate(source, "pair", "--prompt", "x", "--tune", "--eager").exit_code == 2
 
 

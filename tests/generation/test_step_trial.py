@@ -11,8 +11,9 @@ from generating import agree, gpt2, mistral, prompts
 
 import graphwright as gw
 from graphwright.errors import CaptureError, OptionError
-from graphwright.generation import step_trial
-from graphwright.generation.step_trial import EAGER, INDUCTOR, StepRow, StepTrial, StepWay
+from graphwright.generation import step_trial, step_ways
+from graphwright.generation.step_trial import StepRow, StepTrial
+from graphwright.generation.step_ways import EAGER, INDUCTOR, StepWay
 from graphwright.generation.steps import Step
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +32,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Step], Step]], 
     )
 
     def put(way: Callable[[Step], Step]) -> None:
-        monkeypatch.setitem(step_trial.WAYS, INDUCTOR, StepWay(way))
+        monkeypatch.setitem(step_ways.WAYS, INDUCTOR, StepWay(way))
 
     return put
 
@@ -73,9 +74,9 @@ def test_a_right_way_answers_with_eager_s_tokens(make: Any, batch: int, ways: An
     asked = prompts(batch) | ASKED
     report = generator.tune(**asked)
     assert report.chosen == INDUCTOR
-    assert [row.eligible for row in report.rows] == [True, True]
+    assert [row.eligible for row in report.rows[:2]] == [True, True]
     assert row_of(report).agreement == 1.0
-    assert all(row.seconds for row in report.rows)
+    assert all(row.seconds for row in report.rows[:2])
     before = generator.statistics
     assert before.steps == before.launches == 0
     agree(model, generator, asked)

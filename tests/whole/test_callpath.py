@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 # What each call may have at most: files down to the recorder, climbs, frames. They only go down.
@@ -23,6 +24,8 @@ BOUNDS = {
     "tune(), fused+graph": (7, 0, 14),
     "make_graphed_callables()": (8, 0, 34),
 }
+# PyTorch's builds for GPUs are asked whether TF32 is on.
+MORE = 0 if torch.version.cuda is None else 1
 # Run in a process of its own: what others have captured or switched on here would be seen.
 COUNTED = """
 import json, sys
@@ -59,12 +62,13 @@ def test_a_known_call_goes_no_further_than_it_did(
         for name, found in counts.items()
         if any(
             (count is None) != (most is None) or (count or 0) > (most or 0)
-            for count, most in zip(found, BOUNDS[name], strict=True)
+            for count, most in zip(found, (*BOUNDS[name][:2], BOUNDS[name][2] + MORE), strict=True)
         )
     }
     assert not over
 
 
+@pytest.mark.skipif(bool(MORE), reason="the page shows PyTorch's build for the CPU")
 @pytest.mark.long
 def test_the_page_shows_what_is_counted(counted: tuple[dict[str, list[Any]], str]) -> None:
     _, table = counted

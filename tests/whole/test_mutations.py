@@ -32,6 +32,7 @@ def _load() -> ModuleType:
 
 mutate: Any = _load()
 TABLE = tomllib.loads(mutate.TABLE.read_text())
+LATER = {"torch.backends.cudnn.depthwise_kernel"}  # PyTorch 2.11 lacks it.
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def test_the_table_names_no_rule_that_is_gone() -> None:
             assert tests.keys() <= set(mutate.rules_of(kind, place)), place
     known = {(each.place, each.rule) for each in rules()}
     for use, tests in TABLE["switches"].items():
-        for name in tests.keys() - {mutate.OTHERS}:
+        for name in tests.keys() - {mutate.OTHERS} - LATER:
             assert (f"switches: {use}", name) in known
 
 

@@ -15,7 +15,8 @@ from .decoder import GROWING, Decoder, Inputs, TokenChoice, forward_step
 from .eager_loop import EagerLoop
 from .launches import Counts, StepGraphs, launches
 from .processors import StaticProcessor, static
-from .step_trial import EAGER, WAYS, ExactLogits, StepReport, StepTrial, TunedStep
+from .step_trial import ExactLogits, StepReport, StepTrial, TunedStep
+from .step_ways import EAGER, WAYS
 from .steps import Step, in_turn, lasting
 
 # A first step is another computation if it differs by more than so many ulps: of the largest logit

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .eager_loop import EagerLoop
     from .step_trial import StepReport
 
-# Ways to run a step; step_trial has them.
-_STRATEGIES = ("eager", "inductor")
+# Ways to run a step; step_ways has them.
+_STRATEGIES = ("eager", "inductor", "inductor:gemv")
 # Positions that a cache has memory for at least; from there on it doubles.
 _LEAST_ROOM = 64
 # Forms of calls (batch size, keywords) whose static tensors are kept.
@@ -593,7 +593,8 @@ def graph_generate(
         buckets: positions that a step sees. It sees the smallest of these that holds all tokens so
             far; by default powers of two from 64 on. Each is a graph of its own.
         strategies: ways to run a step that `tune()` of the result tries: "eager", which always
-            takes part, and "inductor". By default all of them.
+            takes part, "inductor", and "inductor:gemv": Inductor with products of one row and
+            attention of one query in kernels made for them. By default all of them.
         exact: take only steps whose logits are eager's, bit for bit.
         steps_per_launch: steps in one graph. The end of all sequences is seen one launch late,
             which changes no token.

@@ -26,49 +26,19 @@ from ..evaluation.accuracy import error_of, special_values
 from ..evaluation.measurement import Timer, interleave
 from ..evaluation.reference import ANOTHER_PATH, beside_eager, in_float64
 from ..report.table import duration, ratio
-from ..strategies.inductor import fresh_entry
 from .decoder import Decoder, Inputs
 from .eager_loop import EagerLoop
+from .step_ways import EAGER, WAYS
 from .steps import Step
 
-EAGER, INDUCTOR = "eager", "inductor"
 # A step that is fed so many of eager's tokens has shown what it computes.
 _TOKENS = 32
 # Seconds to time all ways in.
 _TIMING_S = 2.0
 # The table of ways, in 80 columns.
-_COLUMNS = "{:<12}{:>10}{:>14}{:>10}{:>14}  {}"
+_COLUMNS = "{:<14}{:>10}{:>14}{:>10}{:>14}  {}"
 # Another way has to take less than this share of eager's time.
 _FASTER = 0.98
-
-
-@dataclass(frozen=True)
-class StepWay:
-    """A way to run a step.
-
-    Attributes:
-        make: makes a function that does what the model's own step does.
-        unavailable: why there is no such way on a device; empty if there is.
-    """
-
-    make: Callable[[Step], Step]
-    unavailable: Callable[[torch.device], str] = lambda device: ""
-
-
-def _inductor(step: Step) -> Step:
-    # Frozen weights would be copies: new values in the same memory would not be seen.
-    options: dict[str, Any] = {"freezing": False}
-    compiled: Step = torch.compile(
-        fresh_entry(step), dynamic=False, fullgraph=True, options=options
-    )
-    return compiled
-
-
-def _needs_gpu(device: torch.device) -> str:
-    return "" if device.type == "cuda" else "on a CPU, graphs record eager's operations"
-
-
-WAYS = {EAGER: StepWay(lambda step: step), INDUCTOR: StepWay(_inductor, _needs_gpu)}
 
 
 @dataclass(frozen=True)

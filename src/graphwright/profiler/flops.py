@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import flop_counter
 
 
 def formulas() -> dict[Any, Callable[..., int]]:
     """PyTorch's own formulas and those of this module, by operator."""
+    from torch.utils import flop_counter  # It imports Triton.
+
     return {**flop_counter.flop_registry, **_by_operator()}
 
 
@@ -56,6 +57,8 @@ def _lengths(tensor: torch.Tensor) -> list[int]:
 def _flash_for_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **named: Any
 ) -> int:
+    from torch.utils import flop_counter
+
     return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))
 
 

@@ -36,25 +36,28 @@ def applies(
 ) -> bool:
     """Whether the kernel computes these arguments, as far as shapes, strides and dtypes tell."""
     tensors = (query, key, value)
-    if not all(takes(x) and x.dim() == 4 and x.dtype == query.dtype for x in tensors):
+    if not all(_is_taken(x, query) for x in tensors) or key.shape != value.shape:
         return False
     batch, heads, queries, width = query.shape
-    if key.shape != value.shape or queries != 1 or width > WIDEST_HEAD:
+    groups, positions = key.shape[1:3]
+    if queries != 1 or width > WIDEST_HEAD or max(positions, batch * heads) >= LIMIT:
         return False
-    if key.shape[0] != batch or key.shape[3] != width or heads % key.shape[1]:
+    if key.shape != (batch, groups, positions, width) or heads % groups:
         return False
-    if any(x.device != query.device or x.stride(3) != 1 for x in tensors):
+    return mask is None or _is_mask(mask, query, positions)
+
+
+def _is_taken(x: torch.Tensor, query: torch.Tensor) -> bool:
+    alike = x.dtype == query.dtype and x.device == query.device
+    return takes(x) and x.dim() == 4 and alike and x.stride(3) == 1
+
+
+def _is_mask(mask: torch.Tensor, query: torch.Tensor, positions: int) -> bool:
+    if mask.device != query.device or mask.dim() != 4:
         return False
-    if max(key.shape[2], batch * heads) >= LIMIT:
-        return False
-    return mask is None or (
-        mask.device == query.device
-        and (mask.dtype is torch.bool or mask.dtype == query.dtype)
-        and mask.dim() == 4
-        and all(
-            m in (1, n) for m, n in zip(mask.shape, (batch, heads, 1, key.shape[2]), strict=True)
-        )
-    )
+    whole = (*query.shape[:3], positions)
+    broadcasts = all(m in (1, n) for m, n in zip(mask.shape, whole, strict=True))
+    return broadcasts and mask.dtype in (torch.bool, query.dtype)
 
 
 def _launch(
