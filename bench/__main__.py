@@ -17,6 +17,7 @@ scripts/bench generate [--out DIR] [--quick] [--only M ...]  tokens, beside tran
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside what answers it
 scripts/bench first-run [--only MODEL ...] [--limits] the first tune on a machine, and the second
+scripts/bench first-run --masks                       text encoders under three masks
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench host-arguments [--rounds N] [--quick]   a UNet's time steps on the host, on the GPU
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
@@ -388,6 +389,7 @@ def main() -> None:
     first = commands.add_parser("first-run", help="the first tune on a machine, and the second")
     first.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     first.add_argument("--limits", action="store_true", help="and one without a limit in time")
+    first.add_argument("--masks", action="store_true", help="text encoders under three masks alone")
     first.add_argument("--out", type=Path, default=RESULTS)
     others = commands.add_parser("engines", help="other engines beside eager")
     others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
@@ -563,8 +565,11 @@ def main() -> None:
         options = given.strategies, given.only, given.limit_s
         sys.exit(bool(call(given.out, given.src, given.rounds, *options)))
     elif given.command == "first-run":
+        from .first_run.masks import benchmark as masks
         from .first_run.run import benchmark as first_run
 
+        if given.masks:
+            sys.exit(bool(masks(given.out)))
         sys.exit(bool(first_run(given.out, given.only, limits=given.limits)))
     elif given.command == "engines":
         from .engines.run import benchmark as engines
