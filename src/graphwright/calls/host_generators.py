@@ -184,7 +184,9 @@ def _states_of_python(generator: random.Random) -> Iterator[_State]:
     for kind in kinds:
         with contextlib.suppress(Exception):  # The system's has none, and says so.
             state = kind.getstate(generator)
-            yield _frozen(state), functools.partial(kind.setstate, generator, state)
+            # That of Python's own is made of 625 numbers, in tuples.
+            frozen = state if kind is random.Random else _frozen(state)
+            yield frozen, functools.partial(kind.setstate, generator, state)
 
 
 def _states_of_torch(generator: torch.Generator) -> Iterator[_State]:
@@ -192,7 +194,7 @@ def _states_of_torch(generator: torch.Generator) -> Iterator[_State]:
         return  # The graph moves it.
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         state = generator.get_state()
-        yield bytes(state.tolist()), lambda: generator.set_state(state)
+        yield state.numpy().tobytes(), lambda: generator.set_state(state)
 
 
 def _states_of_numpy(generator: Any) -> Iterator[_State]:
