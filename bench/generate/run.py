@@ -41,6 +41,9 @@ BATCHES = (1, 8)
 # is faster; and milliseconds a token, of two models. Set-up, and microseconds of the host a token.
 OVER_EAGER, OVER_OTHERS, SETUP_S, TRIED_S, HOST_US = 5.0, 1.3, 15.0, 60.0, 30.0
 MS = {"GPT-2 small": 0.45, "Llama 1.1B": 1.15}
+# Of weights and cache together; and what an H200 reads a second, of which each token needs all
+# weights: what a token takes at least.
+MEMORY, BYTES_A_SECOND = 1.15, 4.31e12
 EAGER, OURS, TUNED = "eager", "graph_generate", "graph_generate, tuned"
 STATIC, RAW, RAW_COMPILED = "static cache and compile", "raw graph", "raw graph, compiled step"
 
@@ -263,6 +266,7 @@ def measure(name: str, batch: int, device: torch.device, *, tiny: bool, rounds: 
     return {
         "ways": rows,
         "weights": weights,
+        "cache": sum(kept.decoder.cache.nbytes for kept in generator._kept.values()),
         "host_us_a_token": host_time(generator, device) * 1e6,
         "graphed": made.graphed,
         "launches": made.launches,
@@ -345,6 +349,9 @@ def targets(rows: dict[str, Row]) -> list[Row]:
         if TUNED in ways:
             tried_s = ways[TUNED]["set_up_s"]
             found.append((f"{key}: all ways tried, s", tried_s, TRIED_S, "most"))
+        held = row["weights"] + row["cache"]
+        memory = (row["weights"] + ways[OURS]["memory"]) / held
+        found.append((f"{key}: memory, of weights and cache", memory, MEMORY, "most"))
         early = ways[OURS]["first_token_ms"] / ways[EAGER]["first_token_ms"]
         found.append((f"{key}: first token, of eager's time", early, 1.05, "most"))
     return [
@@ -417,19 +424,31 @@ def brief(row: Row) -> Row:
 def to_markdown(result: Row) -> str:
     """The table of a result."""
     lines = [
-        "| model | way | ms a token | first token, ms | set-up, s | tokens equal to eager's |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| model | way | ms a token | of the floor | first token, ms | set-up, s | tokens equal to "
+        "eager's | step |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for key, row in result["rows"].items():
         if "ways" not in row:
-            lines.append(f"| {key} | {row['error']} | | | | |")
+            lines.append(f"| {key} | {row['error']} | | | | | | |")
             continue
+        floor_ms = row["weights"] / BYTES_A_SECOND * 1e3
         for name, way in row["ways"].items():
             if "error" in way:
-                lines.append(f"| {key} | {name}: {way['error']} | | | | |")
+                lines.append(f"| {key} | {name}: {way['error']} | | | | | | |")
                 continue
             lines.append(
-                f"| {key} | {name} | {way['ms_a_token']:.3f} | {way['first_token_ms']:.2f} | "
-                f"{way['set_up_s']:.1f} | {way['equal']:.0%} |"
+                f"| {key} | {name} | {way['ms_a_token']:.3f} | {floor_ms / way['ms_a_token']:.0%} |"
+                f" {way['first_token_ms']:.2f} | {way['set_up_s']:.1f} | {way['equal']:.0%} | "
+                f"{_step(way)} |"
             )
     return "\n".join([*lines, ""])
+
+
+def _step(way: Row) -> str:
+    """How the step that tune() has taken agrees with eager's, fed eager's tokens."""
+    if "steps" not in way:
+        return ""
+    (row,) = (each for each in way["steps"] if each["strategy"] == way["chosen"])
+    eligible = "eligible" if row["eligible"] else "not eligible"
+    return f"{row['strategy']}, {eligible}: {row['agreement']:.0%} of eager's choices"
