@@ -32,6 +32,7 @@ from .engines.run import share_of_eager
 from .engines.run import to_markdown as engines_to_markdown
 from .feeding.run import SHOWN
 from .feeding.run import to_markdown as feeding_to_markdown
+from .first_run.masks import to_markdown as masks_to_markdown
 from .first_run.run import to_markdown as first_run_to_markdown
 from .fusion.run import over_inductor, ratio
 from .fusion.run import to_markdown as fusion_to_markdown
@@ -651,6 +652,7 @@ TOPICS = (
             "search-h*": _unnamed(search_to_markdown),
             "search-large*": _unnamed(large_to_markdown),
             "first-run*": _unnamed(first_run_to_markdown),
+            "masks*": _unnamed(masks_to_markdown),
         },
         _search,
     ),
