@@ -51,7 +51,9 @@ class Recorder:
         if self.outcomes.get(report.nodeid, "passed") == "passed":
             self.outcomes[report.nodeid] = report.outcome
         if report.failed:
-            text = report.longreprtext.replace(f"{ROOT}/", "")[-2000:]
+            text = report.longreprtext.replace(f"{ROOT}/", "")
+            # Nothing of the machine that it ran on.
+            text = text.replace(str(ROOT), ".").replace(sys.prefix, "ENVIRONMENT")[-2000:]
             self.failures[report.nodeid] = text
             # At once: a run that is cut off has no summary.
             print(f"\nFAILED {report.nodeid}\n{text}", flush=True)

@@ -12,7 +12,8 @@ from torch import fx
 
 import graphwright as gw
 from graphwright.generation import step_ways
-from graphwright.generation.step_ways import GEMV, StepWay, use_decode_attention
+from graphwright.generation.attention_pass import use_decode_attention
+from graphwright.generation.step_ways import GEMV, StepWay
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,7 +38,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return graph.forward
 
     def make(step: Callable[[], None]) -> Any:
-        return step_ways._compiled(step, backend)
+        return step_ways._compiled(step, backend=backend)
 
     monkeypatch.setitem(step_ways.WAYS, GEMV, StepWay(make))
     return counts

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from graphwright.ops.fused import fused_operator
-from graphwright.ops.fused.attention import DECODE_ATTENTION, applies, decode_attention
+from graphwright.ops.fused.decode_attention import DECODE_ATTENTION, applies, decode_attention
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

@@ -3,8 +3,8 @@
 launches.py runs any step, several times in one graph. decoding.py does so for a step function of
 one's own; generator.py for models of transformers: their prompts and first tokens go through
 eager_loop.py, all others through decode_steps.py, on the static tensors of decoder.py and
-static_cache.py; step_ways.py has other kernels for them, and step_trial.py says which may run.
-Capturing belongs to dispatch. Begin with launches, then generator.
+static_cache.py; step_ways.py and attention_pass.py give them other kernels, and step_trial.py says
+which may run. Capturing belongs to dispatch. Begin with launches, then generator.
 """
 
 from .decoding import Decoded as Decoded

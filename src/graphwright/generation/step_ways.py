@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.fused.attention import applies
 from ..strategies.inductor import fresh_entry
+from .attention_pass import use_decode_attention
 from .steps import Step
 
 EAGER, INDUCTOR, GEMV = "eager", "inductor", "inductor:gemv"
@@ -38,34 +38,23 @@ def _needs_gpu(device: torch.device) -> str:
     return "" if device.type == "cuda" else "on a CPU, graphs record eager's operations"
 
 
-def _compiled(step: Step, backend: Callable[..., Any]) -> Step:
-    found: Step = torch.compile(fresh_entry(step), dynamic=False, fullgraph=True, backend=backend)
+def _compiled(step: Step, **options: Any) -> Step:
+    found: Step = torch.compile(fresh_entry(step), dynamic=False, fullgraph=True, **options)
     return found
 
 
 def _inductor(step: Step) -> Step:
-    return _compiled(step, _backend(_OPTIONS))
+    return _compiled(step, options=dict(_OPTIONS))
 
 
 def _gemv(step: Step) -> Step:
-    inductor = _backend(_GEMV_OPTIONS)
-
-    def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        use_decode_attention(graph)
-        return inductor(graph, inputs)
-
-    return _compiled(step, backend)
-
-
-def _backend(options: dict[str, Any]) -> Callable[..., Any]:
-    """Inductor with some options, as a backend that is equal to no other."""
-
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        return compile_fx(graph, inputs, config_patches=dict(options))
+        use_decode_attention(graph)
+        return compile_fx(graph, inputs, config_patches=dict(_GEMV_OPTIONS))
 
-    return backend
+    return _compiled(step, backend=backend)
 
 
 WAYS = {
@@ -73,77 +62,3 @@ WAYS = {
     INDUCTOR: StepWay(_inductor, _needs_gpu),
     GEMV: StepWay(_gemv, _needs_gpu),
 }
-
-
-def use_decode_attention(graph: fx.GraphModule) -> int:
-    """Put our operator in the place of attention of one query; gives how often.
-
-    Args:
-        graph: as TorchDynamo has traced it; it is changed.
-    """
-    count = 0
-    for node in graph.graph.find_nodes(
-        op="call_function", target=torch.nn.functional.scaled_dot_product_attention
-    ):
-        arguments = _attention(*node.args, **node.kwargs)
-        if arguments is None:
-            continue
-        with graph.graph.inserting_before(node):
-            ours = graph.graph.call_function(
-                torch.ops.graphwright.decode_attention.default, arguments
-            )
-        ours.meta = dict(node.meta)
-        node.replace_all_uses_with(ours)
-        graph.graph.erase_node(node)
-        count += 1
-    # What nobody needs any more stays: fx takes writes in place for needless, too.
-    graph.recompile()
-    return count
-
-
-def _attention(
-    query: fx.Node,
-    key: fx.Node,
-    value: fx.Node,
-    attn_mask: fx.Node | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Any, ...] | None:
-    """What our operator takes in the place of PyTorch's; None if it does not compute the same."""
-    if dropout_p or is_causal:
-        return None
-    key, value = _unrepeated(key), _unrepeated(value)
-    asked, keys, values, mask = map(_value_of, (query, key, value, attn_mask))
-    scale = asked.shape[-1] ** -0.5 if scale is None else scale
-    if not applies(asked, keys, values, mask, scale):
-        return None
-    return query, key, value, attn_mask, scale
-
-
-def _unrepeated(node: fx.Node) -> fx.Node:
-    """Keys or values, before each was repeated for all heads that share them."""
-    parts = [node]
-    for name in ("reshape", "expand"):
-        if parts[-1].op != "call_method" or parts[-1].target != name:
-            return node
-        source = parts[-1].args[0]
-        assert isinstance(source, fx.Node)
-        parts.append(source)
-    repeated, spread, grouped = map(_value_of, parts)
-    batch, groups, *rest = grouped.shape
-    if grouped.dim() != 5 or spread.shape != (batch, groups, spread.shape[2], *rest[1:]):
-        return node
-    if rest[0] != 1 or repeated.shape != (batch, groups * spread.shape[2], *rest[1:]):
-        return node
-    with node.graph.inserting_after(parts[-1]):
-        found = node.graph.call_method("squeeze", (parts[-1], 2))
-    found.meta["example_value"] = grouped.squeeze(2)
-    return found
-
-
-def _value_of(node: fx.Node | None) -> Any:
-    """The tensor without values that TorchDynamo has traced a node with."""
-    return None if node is None else node.meta["example_value"]

@@ -67,9 +67,9 @@ def _launch(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    from .kernels import attention
+    from .kernels import decode_attention as kernels
 
-    return attention.decode_attention(query, key, value, mask, scale)
+    return kernels.decode_attention(query, key, value, mask, scale)
 
 
 DECODE_ATTENTION = define(
