@@ -90,8 +90,8 @@ class Case:
 
 
 def _other(tensor: torch.Tensor) -> torch.Tensor:
-    """Other values with the same strides."""
-    return torch.empty_like(tensor).copy_(tensor.roll(1, -1))
+    """Other values with the same strides; a number stays what it is."""
+    return torch.empty_like(tensor).copy_(tensor.roll(1, -1) if tensor.dim() else tensor)
 
 
 def eager(case: Case) -> Call:

@@ -135,3 +135,46 @@ def test_arguments_that_are_written_to_are_copied_back(fresh: bool, device: torc
     # The caller's own tensors are among what is copied out only where results are.
     assert plan.back == ([0] if fresh else [])
     assert plan.back_by_element == ([1] if fresh else [0, 1])
+
+
+def test_many_arguments_that_are_written_to_are_copied_by_one_kernel(device: torch.device) -> None:
+    caches = [torch.rand(2, 3, device=device) for _ in range(7)]
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(6)]
+    few = [torch.zeros(4, dtype=torch.bool, device=device) for _ in range(2)]
+    read, inputs = torch.rand(4, device=device), [*caches, *counts, *few]
+    every = tuple(range(len(inputs)))
+    plan = CopyPlan.of(inputs_of([*inputs, read], device), every, fresh=True, together=True)
+    assert [slots for slots, _ in plan.together] == [[*range(7)], [*range(7, 13)]]
+    assert (plan.back, plan.sources) == ([13, 14], [13, 14, 15])
+    assert not plan.is_simple
+    # Results that are the graph's own, and calls in segments, copy each by itself.
+    for options in ({"fresh": False, "together": True}, {"fresh": True}):
+        assert not CopyPlan.of(inputs_of(inputs, device), every, **options).together
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_cache_of_many_tensors_is_written_to(inference: bool, device: torch.device) -> None:
+    def step(token: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        for number, each in enumerate(cache):
+            each.mul_(number).add_(token)
+        return sum(cache[1:], start=cache[0])
+
+    def cache(scale: float) -> list[torch.Tensor]:
+        with torch.inference_mode(inference):
+            whole = torch.arange(16.0, device=device).reshape(4, 4) * scale
+            # Two of them share memory, and one lies otherwise in it.
+            return [*(torch.ones(4, 4, device=device) * k for k in range(6)), *whole, whole.t()]
+
+    token = torch.rand(4, device=device)[:1]
+    with torch.no_grad():
+        graph = gw.capture(step, token, cache(1.0))
+        for scale in (2.0, 3.0):
+            mine, eager, token = cache(scale), cache(scale), torch.rand(1, device=device)
+            with torch.inference_mode(inference):
+                expected = step(token, eager)
+            versions = [] if inference else [each._version for each in mine]
+            torch.testing.assert_close(graph(token, mine), expected)
+            for one, other in zip(mine, eager, strict=True):
+                torch.testing.assert_close(one, other)
+            # Autograd has to see these writes.
+            assert all(a < b._version for a, b in zip(versions, mine, strict=bool(versions)))

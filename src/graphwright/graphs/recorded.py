@@ -68,8 +68,8 @@ def record_call(
         results_of: gives what the caller is to get, of what the work returned.
     """
     inputs = StaticInputs(sample, allocate)
-    copies = CopyPlan.of(inputs, warmed.mutated, fresh=spec.fresh)
     tree = warmed.tree
+    copies = CopyPlan.of(inputs, warmed.mutated, fresh=spec.fresh, together=tree is None)
     results: StaticOutputs | None
     if tree is None:
         # No closures: an error's traceback would keep what they refer to alive.

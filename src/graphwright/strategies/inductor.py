@@ -136,7 +136,7 @@ class Inductor:
             notes, delta, made = compile_and_run(compiled, args, kwargs, runs)
         if not self.cuda_graphs:
             laid_out = laid_out_as(model, compiled, made, args, kwargs)
-            return Built(without_grad(laid_out), notes, frozen, save=_save_cache, capturable=True)
+            return Built(without_grad(laid_out), notes, frozen, save=save_cache, capturable=True)
         if delta["skips"]:
             notes.append("torch.compile skipped CUDA graphs for this model")
         notes.append("outputs are copied out: the next call would overwrite them")
@@ -146,14 +146,19 @@ class Inductor:
             return map_tensors(torch.clone, compiled(*args, **kwargs))
 
         laid_out = laid_out_as(model, call, made, args, kwargs)
-        return Built(without_grad(laid_out), notes, frozen, save=_save_cache)
+        return Built(without_grad(laid_out), notes, frozen, save=save_cache)
 
     def warm(self, folder: Path) -> None:
         """Give torch.compile the cache that was saved, so that a build compiles nothing."""
-        torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
+        load_cache(folder)
 
 
-def _save_cache(folder: Path) -> None:
+def load_cache(folder: Path) -> None:
+    """Give torch.compile the cache that `save_cache` has written."""
+    torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
+
+
+def save_cache(folder: Path) -> None:
     """Write what this process has compiled, or found in torch.compile's cache."""
     found = torch.compiler.save_cache_artifacts()
     if found is None:

@@ -17,6 +17,7 @@ from . import (
     eager,
     fused,
     inductor,
+    regional,
     rewrites,
     runners,
     tensorrt,
@@ -40,6 +41,7 @@ COMPILERS: tuple[Compiler, ...] = (
     aot_autograd.AOT_AUTOGRAD,
     aot_inductor.AOT_INDUCTOR,
     aot_inductor.FREEZE,
+    regional.REGIONAL,
     inductor.INDUCTOR,
     inductor.FREEZE,
     inductor.REDUCE_OVERHEAD,
@@ -68,7 +70,8 @@ _ON_REQUEST = {
 # Compilers that call the kernels that eager calls.
 _EAGER_KERNELS = {eager.NO_GRAD.name, eager.INFERENCE_MODE.name, torchscript.SCRIPT.name}
 _BY_NAME = {compiler.name: compiler for compiler in COMPILERS}
-_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
+# On a CPU calls from region to region take time, which a CUDA graph saves on a GPU.
+_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name, regional.REGIONAL.name}
 # Compilers that are also tried with the runner `graph`, and with each rewrite.
 _UNDER_GRAPH = (
     eager.EAGER,
@@ -76,10 +79,17 @@ _UNDER_GRAPH = (
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
     aot_autograd.AOT_AUTOGRAD,
+    regional.REGIONAL,
     inductor.INDUCTOR,
     inductor.FREEZE,
 )
-_REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
+_REWRITTEN = (
+    eager.EAGER,
+    fused.FUSED,
+    torchscript.OPTIMIZE,
+    regional.REGIONAL,
+    inductor.INDUCTOR,
+)
 # For each device, what a compiler usually gains over eager, and the seconds of its first set-up.
 # The figures are from the benchmark's results; only the order of candidates depends on them, and
 # which set-ups are waited for.
@@ -98,6 +108,7 @@ _USUAL = {
         "aot_autograd": (0.9, 4.0),
         "aot_inductor": (1.5, 25.0),
         "aot_inductor:freeze": (1.6, 27.0),
+        "inductor:regional": (1.5, 4.0),
         "inductor": (1.5, 10.0),
         "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
@@ -119,6 +130,7 @@ _USUAL = {
         "aot_autograd": (0.95, 3.0),
         "aot_inductor": (1.3, 25.0),
         "aot_inductor:freeze": (1.4, 27.0),
+        "inductor:regional": (1.25, 7.0),
         "inductor": (1.3, 15.0),
         "inductor:freeze": (1.4, 20.0),
         "inductor:reduce-overhead": (1.3, 15.0),
@@ -165,7 +177,7 @@ def default_candidates(
         if device.type == "cuda":
             graphs += [
                 Candidate(c, rewrite, runners.GRAPH)
-                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
+                for c in (eager.EAGER, fused.FUSED, regional.REGIONAL, inductor.INDUCTOR)
             ]
     return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
 

@@ -27,6 +27,7 @@ _BARE = "torch.compile without checks"
 # compiled; with frozen weights that is only its kernels. What others do is done again, most of it.
 _SHARES_HERE = {
     "inductor": 0.15,
+    "inductor:regional": 0.3,
     "inductor:reduce-overhead": 0.15,
     "inductor:max-autotune": 0.15,
     "inductor:freeze": 0.8,

@@ -71,7 +71,7 @@ class PairRecorder:
         self, inputs: StaticInputs, known: set[int], segments: list[SegmentRecorder]
     ) -> Activations:
         known |= {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
-        copies = CopyPlan.of(inputs, self._warmed.mutated, fresh=True)
+        copies = CopyPlan.of(inputs, self._warmed.mutated, fresh=True, together=True)
         feeds = [byte_view(inputs.tensor(slot)) for slot in copies.sources]
         memory = MemoryObserver()
         with self._recorder.segment(feeds, self._warmed.generators) as segment:

@@ -1,0 +1,214 @@
+"""Regional compilation: Inductor for each region of the model once, however often it repeats.
+
+A transformer of twelve layers is compiled in the time of one. Between regions nothing is fused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from ..calls.snapshots import clone_leaves
+from ..calls.split import Args, Kwargs, flatten
+from ..errors import StrategyFailed
+from ..fusion.nodes import arguments, calls, constant, replace
+from ..fusion.pass_manager import fused_call, passes_named
+from ..fusion.regions import GraphRegion, Kind, kinds_of, regions_of, repeated_share
+from ..fusion.tracing import GraphCall
+from .base import Availability, Built, probe
+from .inductor import INDUCTOR, load_cache, save_cache
+
+# Where a smaller share of many operations repeats, all of them are compiled as fast, and run faster.
+_LEAST_REPEATED, _MANY = 0.4, 100
+# What Inductor does with frozen weights alone, and what hides that layers are alike.
+_PASSES = passes_named(["clean", "masks", "constants", "batch_norm", "scales", "projections"])
+_Compiled = Callable[..., Sequence[torch.Tensor]]
+_CAT = torch.ops.aten.cat.default
+
+
+@dataclass(frozen=True)
+class Regional:
+    """Inductor, region by region, compiled for the sample's own shapes."""
+
+    name: str = "inductor:regional"
+    complexity: int = 29
+    holds_code: ClassVar[bool] = True
+
+    def probes_late(self, device: torch.device) -> bool:
+        """The probe compiles, which takes as long as a build."""
+        return True
+
+    def probe(self, device: torch.device) -> Availability:
+        """Inductor has to work."""
+        return probe(INDUCTOR, device)
+
+    def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Trace the call, and compile each of its regions once.
+
+        Raises:
+            StrategyFailed: the call is no graph, it draws random numbers, or hardly anything in it
+                repeats.
+        """
+        fused = fused_call(model, args, kwargs, _PASSES, check=False, measure=False)
+        if not isinstance(fused.call, GraphCall):
+            raise StrategyFailed(f"the call as a whole is no graph: {fused.untraced[0][1]}")
+        graph = fused.call.graph
+        _refuse_random(graph)
+        leaves, _ = flatten(args, kwargs)
+        with torch.no_grad():
+            kinds = kinds_of(graph, [clone_leaves(leaves)[slot] for slot in fused.call.slots])
+            _simplify(graph, kinds)
+            regions = regions_of(graph, kinds)
+            many = sum(len(region.nodes) for region in regions) > _MANY
+            if many and repeated_share(regions) < _LEAST_REPEATED:
+                raise StrategyFailed(
+                    "hardly anything repeats in the model",
+                    remedy="Inductor compiles the whole of it in about the same time.",
+                )
+            call = _RegionalCall(fused.call, regions, kinds)
+            call.compile(clone_leaves(leaves))
+        return Built(
+            call,
+            [f"{len(regions)} regions, of which {len(call.compiled)} were compiled"],
+            holds_weights=True,
+            save=save_cache,
+            capturable=True,
+            packed=fused.packed,
+            self_contained=True,
+        )
+
+    def warm(self, folder: Path) -> None:
+        """Give torch.compile the cache that was saved, so that a build compiles nothing."""
+        load_cache(folder)
+
+
+def _refuse_random(graph: fx.GraphModule) -> None:
+    """Refuse operations that draw random numbers: Inductor draws others."""
+    for node in graph.graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and not _is_off(node):
+            raise StrategyFailed(f"{node.target} draws random numbers, and Inductor draws others")
+
+
+def _is_off(node: fx.Node) -> bool:
+    """Whether it is a dropout, or an operation with one, that drops nothing."""
+    given = arguments(node)
+    return given.get("train") is False or given.get("p", given.get("dropout_p")) == 0
+
+
+def _simplify(graph: fx.GraphModule, kinds: dict[fx.Node, Kind]) -> None:
+    """Copy what is joined to nothing, as a new cache is: Inductor would give it in other strides."""
+    for node in calls(graph, _CAT):
+        parts = [part for part in node.args[0] if kinds[part].shape.numel()]
+        if len(parts) == 1 and kinds[parts[0]].shape == kinds[node].shape:
+            options = {"memory_format": torch.contiguous_format}
+            copied = replace(graph, node, torch.ops.aten.clone.default, (parts[0],), **options)
+            kinds[copied] = kinds[node]
+
+
+class _RegionalCall:
+    """Runs the regions one after the other, and is called as the model is.
+
+    Attributes:
+        compiled: code by the keys of regions, each from a region's inputs to its outputs.
+    """
+
+    def __init__(
+        self, call: GraphCall, regions: Sequence[GraphRegion], kinds: dict[fx.Node, Kind]
+    ) -> None:
+        graph, self._slots, self._out = call.graph, call.slots, call.out
+        nodes = list(graph.graph.nodes)
+        numbers = {node: number for number, node in enumerate(nodes)}
+        self._arguments = [numbers[node] for node in nodes if node.op == "placeholder"]
+        self._known = {
+            numbers[node]: tensor.detach()
+            for node in nodes
+            if (tensor := constant(graph, node)) is not None
+        }
+        (output,) = (node for node in nodes if node.op == "output")
+        self._results = [numbers[node] for node in output.args[0]]
+        last = {numbers[n]: place for place, region in enumerate(regions) for n in region.inputs}
+        kept = {*self._results, *self._known}
+        self._steps = [
+            (
+                region,
+                [numbers[node] for node in region.inputs],
+                [numbers[node] for node in region.outputs],
+                [n for n, end in last.items() if end == place and n not in kept],
+            )
+            for place, region in enumerate(regions)
+        ]
+        self._kinds = kinds
+        self.compiled: dict[int, _Compiled] = {}
+
+    def compile(self, leaves: Sequence[Any]) -> None:
+        """Compile each region when it is first met, in a run on a call's leaves."""
+
+        def prepare(region: GraphRegion, given: Sequence[torch.Tensor]) -> None:
+            if region.key not in self.compiled:
+                self.compiled[region.key] = self._laid_out(region, _compiled(region, given), given)
+
+        self._run(leaves, prepare)
+
+    def _laid_out(
+        self, region: GraphRegion, code: _Compiled, given: Sequence[torch.Tensor]
+    ) -> _Compiled:
+        """A region's code whose results are as in the graph, for which the others are compiled."""
+        expected = [self._kinds[node] for node in region.outputs]
+        found = [Kind.of(each) for each in code(*given)]
+        if found == expected:
+            return code
+
+        def laid_out(*given: torch.Tensor) -> list[torch.Tensor]:
+            return [
+                each
+                if each.stride() == kind.strides
+                else each.new_empty_strided(kind.shape, kind.strides).copy_(each)
+                for each, kind in zip(code(*given), expected, strict=True)
+            ]
+
+        return laid_out
+
+    def _run(
+        self,
+        leaves: Sequence[Any],
+        prepare: Callable[[GraphRegion, Sequence[torch.Tensor]], None] | None = None,
+    ) -> list[torch.Tensor]:
+        """The tensors of the result, `prepare` having seen each region and its inputs before."""
+        values = dict(self._known)
+        values.update(zip(self._arguments, (leaves[slot] for slot in self._slots), strict=True))
+        for region, inputs, outputs, done in self._steps:
+            given = [values[number] for number in inputs]
+            if prepare is not None:
+                prepare(region, given)
+            values.update(zip(outputs, self.compiled[region.key](*given), strict=True))
+            for number in done:
+                del values[number]
+        return [values[number] for number in self._results]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten(args, kwargs)
+        with torch.no_grad():
+            return self._out.fill(self._run(leaves))
+
+
+def _compiled(region: GraphRegion, given: Sequence[torch.Tensor]) -> _Compiled:
+    """A region's code for inputs like some."""
+    from torch._inductor.compile_fx import compile_fx
+
+    # Without a mode that could hold symbols, nothing gets into the cache.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with tracing(TracingContext(mode)):
+        code: _Compiled = compile_fx(region.graph(), [*given], ignore_shape_env=True)
+    return code
+
+
+REGIONAL = Regional()
