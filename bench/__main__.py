@@ -24,6 +24,7 @@ scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch'
 scripts/bench streams [--out DIR] [--quick]           graphs on several streams beside one
 scripts/bench profile [--out DIR] [--seconds S]       what profile() predicts, and what is gained
 scripts/bench search [--large] [--seconds S]          default searches beside exhaustive ones
+scripts/bench regional [--only MODEL ...] [--out DIR] Inductor by regions beside the whole
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
 scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
@@ -433,6 +434,10 @@ def main() -> None:
     streams = commands.add_parser("streams", help="graphs on several streams beside one")
     streams.add_argument("--out", type=Path, default=RESULTS)
     streams.add_argument("--quick", action="store_true", help="try the script: no result")
+    regional = commands.add_parser("regional", help="Inductor by regions beside the whole")
+    regional.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    regional.add_argument("--seconds", type=float, default=3600.0, help="begin no model after so long")
+    regional.add_argument("--out", type=Path, default=RESULTS)
     searching = commands.add_parser("search", help="default searches beside exhaustive ones")
     searching.add_argument("--out", type=Path, default=RESULTS)
     searching.add_argument("--only", nargs="+", default=[], metavar="MODEL or LIBRARY")
@@ -488,6 +493,10 @@ def main() -> None:
 
         failed = beside_load(given.out, runs=given.runs, processes=given.processes)
         sys.exit(bool(failed))
+    elif given.command == "regional":
+        from .regional.run import benchmark as by_regions
+
+        sys.exit(bool(by_regions(given.out, given.only, given.seconds)))
     elif given.command == "search":
         if given.large:
             from .search.large import benchmark as large

@@ -44,6 +44,7 @@ from .profile.run import GRAPH as PLAIN_GRAPH
 from .profile.run import NEAR, RANGES, beside
 from .profile.run import to_markdown as profile_to_markdown
 from .refused.run import to_markdown as refused_to_markdown
+from .regional.run import to_markdown as regional_to_markdown
 from .search.large import to_markdown as large_to_markdown
 from .search.table import DEFAULT, figure
 from .search.table import to_markdown as search_to_markdown
@@ -651,6 +652,7 @@ TOPICS = (
         {
             "search-h*": _unnamed(search_to_markdown),
             "search-large*": _unnamed(large_to_markdown),
+            "regional*": _unnamed(regional_to_markdown),
             "first-run*": _unnamed(first_run_to_markdown),
             "masks*": _unnamed(masks_to_markdown),
         },

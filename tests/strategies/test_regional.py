@@ -16,6 +16,9 @@ from graphwright.errors import StrategyFailed
 from graphwright.strategies import regional
 from graphwright.strategies.regional import REGIONAL
 
+# Inductor's advice on precision.
+pytestmark = pytest.mark.filterwarnings("ignore:TensorFloat32")
+
 
 class Layer(nn.Module):
     """Attention and an MLP, whose keys and values join a cache that is empty."""
@@ -95,10 +98,6 @@ def test_it_holds_weights_and_is_saved(
     model, ids = case
     tuned = gw.tune(model, (ids,), strategies=["inductor:regional"], remember=False)
     assert {row.strategy: row.status.value for row in tuned.report.rows}[REGIONAL.name] == "ok"
-    if tuned.report.chosen != REGIONAL.name:
-        tuned = gw.tune(
-            model, (ids,), strategies=["inductor:regional"], remember=False, exclude=["eager:no_grad"]
-        )
     built = REGIONAL.build(model, (ids,), {})
     assert built.holds_weights
     assert built.save is not None

@@ -59,19 +59,19 @@ RUNNERS: tuple[Runner, ...] = (runners.GRAPH, runners.GRAPH_STREAMS)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
 # Not tried by default. The first takes minutes. The next two are as fast as inductor, and worth
-# their time only if they are saved. The last imports torchax, which renames one of PyTorch's back
-# ends.
+# their time only if they are saved. The next one is for models of which all takes too long. The
+# last imports torchax, which renames one of PyTorch's back ends.
 _ON_REQUEST = {
     inductor.MAX_AUTOTUNE.name,
     aot_inductor.AOT_INDUCTOR.name,
     aot_inductor.FREEZE.name,
+    regional.REGIONAL.name,
     xla.XLA.name,
 }
 # Compilers that call the kernels that eager calls.
 _EAGER_KERNELS = {eager.NO_GRAD.name, eager.INFERENCE_MODE.name, torchscript.SCRIPT.name}
 _BY_NAME = {compiler.name: compiler for compiler in COMPILERS}
-# On a CPU calls from region to region take time, which a CUDA graph saves on a GPU.
-_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name, regional.REGIONAL.name}
+_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
 # Compilers that are also tried with the runner `graph`, and with each rewrite.
 _UNDER_GRAPH = (
     eager.EAGER,
@@ -79,17 +79,10 @@ _UNDER_GRAPH = (
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
     aot_autograd.AOT_AUTOGRAD,
-    regional.REGIONAL,
     inductor.INDUCTOR,
     inductor.FREEZE,
 )
-_REWRITTEN = (
-    eager.EAGER,
-    fused.FUSED,
-    torchscript.OPTIMIZE,
-    regional.REGIONAL,
-    inductor.INDUCTOR,
-)
+_REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
 # For each device, what a compiler usually gains over eager, and the seconds of its first set-up.
 # The figures are from the benchmark's results; only the order of candidates depends on them, and
 # which set-ups are waited for.
@@ -177,7 +170,7 @@ def default_candidates(
         if device.type == "cuda":
             graphs += [
                 Candidate(c, rewrite, runners.GRAPH)
-                for c in (eager.EAGER, fused.FUSED, regional.REGIONAL, inductor.INDUCTOR)
+                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
             ]
     return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
 

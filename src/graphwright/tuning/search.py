@@ -37,8 +37,6 @@ _WARM_S = 1.0
 _KERNELS = 0.95
 # A graph that is so much faster than eager shows that the host is the limit.
 _HOST_LIMITED = 0.9
-# What stops one candidate of a compiler often stops the others.
-_STOPPED = (Status.FAILED, Status.UNAVAILABLE, Status.CRASHED, Status.TIMED_OUT)
 # Bytes a second at which a graph copies its inputs, at least, and the share of its time that may
 # take.
 _COPIED, _COPIES_SHARE = 1e12, 0.05
@@ -125,20 +123,10 @@ class Search:
             quickest[key] = min(quickest.get(key, math.inf), self.needs_s(each))
         return sum(quickest.values())
 
-    def compiler_set_up_s(self) -> float:
-        """Seconds of the quickest set-up by PyTorch's own compiler that has not failed here.
-
-        Other compilers may not be installed.
-        """
-        ways: dict[str, float] = {}
-        for each in self._all.values():
-            if _family(each) == "inductor":
-                name = each.compiler.name
-                ways[name] = max(ways.get(name, 0.0), self.set_up_s(each))
-        for row in self.report.rows:
-            if row.strategy in self._all and row.status in (*_STOPPED, Status.WRONG):
-                ways.pop(self._all[row.strategy].compiler.name, None)
-        return min(ways.values(), default=0.0)
+    def longest_set_up_s(self) -> float:
+        """Seconds that PyTorch's own compiler needs at most; others may not be installed."""
+        compiled = [each for each in self.waiting if _family(each) == "inductor"]
+        return max(map(self.set_up_s, compiled), default=0.0)
 
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""
@@ -265,8 +253,8 @@ class Search:
             other = self._all.get(row.strategy)
             if other is None or _family(other) != _family(candidate):
                 continue
-            if row.status in _STOPPED:
-                found.append(0.5)
+            if row.status in (Status.FAILED, Status.UNAVAILABLE, Status.CRASHED, Status.TIMED_OUT):
+                found.append(0.5)  # What stopped one often stops the others.
             elif self._share(row.strategy) < math.inf and not row.unsteady:
                 found.append(1 / self._share(row.strategy) / usual(other, self.device)[0])
         return statistics.median(found) if found else 1.0

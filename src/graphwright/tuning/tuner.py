@@ -279,8 +279,6 @@ class Tuning:
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
         self._budget_s = asked.limits.budget_s
-        # When eager has been timed, in seconds; None until then, and where candidates are named.
-        self._compilers_begin_s: float | None = None
         isolate = ISOLATED if asked.isolate is None else asked.isolate
         self._search = Search(
             self.report,
@@ -364,9 +362,7 @@ class Tuning:
                 progress.row(row)
                 if row.strategy == EAGER and not self.asked.named:
                     self.report.host_s = self._host_seconds()
-                    self._compilers_begin_s = time.monotonic() - self._started
-                self._give_compilers_time()
-                if row.strategy == EAGER and not self.asked.named:
+                    self._give_compilers_time()
                     self._tell_the_least()
                 self._drop_the_beaten()
                 self._end_in_time_for_the_best()
@@ -479,23 +475,21 @@ class Tuning:
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need it: the model has many operations.
 
-        On a GPU that is for the quickest way to have PyTorch's compiler: by regions, or as a whole.
         On a CPU nothing goes on beside a set-up: there it is for one set-up of each compiler.
         """
         asked, terms, search = self.asked, self._screening.terms, self._search
-        if asked.limits.budgeted or self._budget_s is None or self._compilers_begin_s is None:
+        if asked.limits.budgeted or self._budget_s is None:
             return
-        search_s = self._compilers_begin_s
+        search_s = time.monotonic() - self._started
         if asked.device.type == "cuda":
-            set_up_s = search.compiler_set_up_s() * len(asked.calls)
+            set_up_s = search.longest_set_up_s() * len(asked.calls)
             search_s += _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         else:
             search_s += search.one_after_the_other_s() * len(asked.calls)
         needed_s = math.ceil(search_s / (1 - FINALISTS_SHARE))
         most_s = MOST_BUDGET_S[asked.device.type] * len(asked.calls)
-        if min(needed_s, most_s) > self._budget_s:
-            self._budget_s = min(needed_s, most_s)
-            terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
+        self._budget_s = max(self._budget_s, min(needed_s, most_s))
+        terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
     def _tell_the_least(self) -> None:
         """Note that the budget is less than what comes before the search."""

@@ -1,0 +1,1 @@
+"""Regional compilation beside a compilation of the whole."""
