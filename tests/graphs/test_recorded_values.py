@@ -138,41 +138,54 @@ def test_arguments_that_are_written_to_are_copied_back(fresh: bool, device: torc
 
 
 def test_many_arguments_that_are_written_to_are_copied_by_one_kernel(device: torch.device) -> None:
-    caches = [torch.rand(2, 3, device=device) for _ in range(7)]
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(6)]
-    few = [torch.zeros(4, dtype=torch.bool, device=device) for _ in range(2)]
-    read, inputs = torch.rand(4, device=device), [*caches, *counts, *few]
+    caches = [torch.rand(2, 4, device=device).half() for _ in range(5)]
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
+    odd = [torch.zeros(3, dtype=torch.bool, device=device), torch.rand(4, 3, device=device)]
+    read, inputs = torch.rand(4, device=device), [*caches, *counts, *odd]
     every = tuple(range(len(inputs)))
     plan = CopyPlan.of(inputs_of([*inputs, read], device), every, fresh=True, together=True)
-    assert [slots for slots, _ in plan.together] == [[*range(7)], [*range(7, 13)]]
-    assert (plan.back, plan.sources) == ([13, 14], [13, 14, 15])
+    assert plan.together == [*range(7)]
+    assert (plan.back, plan.sources) == ([7, 8], [7, 8, 9])
     assert not plan.is_simple
-    # Results that are the graph's own, and calls in segments, copy each by itself.
+    # Results that are the graph's own, calls in segments, and a few copy each by itself.
     for options in ({"fresh": False, "together": True}, {"fresh": True}):
         assert not CopyPlan.of(inputs_of(inputs, device), every, **options).together
+    few = CopyPlan.of(inputs_of(counts, device), (0, 1), fresh=True, together=True)
+    assert not few.together
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_cache_of_many_tensors_is_written_to(inference: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("where", ["plain", "inference", "off a word"])
+def test_a_cache_of_many_tensors_is_written_to(where: str, device: torch.device) -> None:
     def step(token: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
         for number, each in enumerate(cache):
             each.mul_(number).add_(token)
         return sum(cache[1:], start=cache[0])
 
-    def cache(scale: float) -> list[torch.Tensor]:
-        with torch.inference_mode(inference):
+    def cache(scale: float, where: str = where) -> list[torch.Tensor]:
+        with torch.inference_mode(where == "inference"):
             whole = torch.arange(16.0, device=device).reshape(4, 4) * scale
-            # Two of them share memory, and one lies otherwise in it.
-            return [*(torch.ones(4, 4, device=device) * k for k in range(6)), *whole, whole.t()]
+            others = [torch.rand(17, device=device)[:16] for _ in range(8)]
+            if where == "off a word":
+                others = [torch.rand(17, device=device)[1:] for _ in range(8)]
+            # Some share memory, and one lies otherwise in it.
+            return [*(each.view(4, 4) for each in others), *whole, whole.t()]
 
-    token = torch.rand(4, device=device)[:1]
+    def copied(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = cache(1.0)
+        with torch.inference_mode(where == "inference"):
+            for one, other in zip(made, values, strict=True):
+                one.copy_(other)
+        return made
+
+    token = torch.rand(1, device=device)
     with torch.no_grad():
-        graph = gw.capture(step, token, cache(1.0))
+        graph = gw.capture(step, token, cache(1.0, "plain"))
         for scale in (2.0, 3.0):
-            mine, eager, token = cache(scale), cache(scale), torch.rand(1, device=device)
-            with torch.inference_mode(inference):
+            mine, token = cache(scale), torch.rand(1, device=device)
+            eager = copied(mine)
+            with torch.inference_mode(where == "inference"):
                 expected = step(token, eager)
-            versions = [] if inference else [each._version for each in mine]
+            versions = [] if where == "inference" else [each._version for each in mine]
             torch.testing.assert_close(graph(token, mine), expected)
             for one, other in zip(mine, eager, strict=True):
                 torch.testing.assert_close(one, other)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +15,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.calls.objects import flatten_result
 from graphwright.errors import StrategyFailed
+from graphwright.fusion.regions import GraphRegion
 from graphwright.strategies import regional
 from graphwright.strategies.regional import REGIONAL
 
@@ -132,3 +135,40 @@ def test_what_is_no_graph_is_refused(device: torch.device) -> None:
 
     with pytest.raises(StrategyFailed, match="no graph"):
         REGIONAL.build(Reads().eval(), (torch.rand(3, device=device),), {})
+
+
+def test_another_thread_s_compilation_has_its_kernels(
+    case: tuple[nn.Module, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own torch.compile may be under way on another thread."""
+    model, ids = case
+    compiled, found = regional._compiled, []
+
+    def beside(region: GraphRegion, given: Sequence[torch.Tensor]) -> Any:
+        def other() -> None:
+            torch._dynamo.reset()
+            found.append(torch.compile(lambda x: torch.sin(x) + 1)(torch.ones(4)))
+
+        if not found:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return compiled(region, given)
+
+    monkeypatch.setattr(regional, "_compiled", beside)
+    with torch.no_grad():
+        close(REGIONAL.build(model, (ids,), {}).call(ids), model(ids))
+    torch.testing.assert_close(found[0], torch.sin(torch.ones(4)) + 1)
+
+
+def test_a_region_that_fails_leaves_inductor_as_it_was(
+    case: tuple[nn.Module, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    model, ids = case
+    wait = AsyncCompile.wait
+    monkeypatch.setattr(regional, "_compiled", mock.Mock(side_effect=[ValueError("no")]))
+    with pytest.raises(ValueError, match="no"):
+        REGIONAL.build(model, (ids,), {})
+    assert AsyncCompile.wait is wait

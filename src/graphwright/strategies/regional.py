@@ -5,7 +5,9 @@ A transformer of twelve layers is compiled in the time of one. Between regions n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -126,7 +128,7 @@ class _RegionalCall:
     ) -> None:
         graph, self._slots, self._out = call.graph, call.slots, call.out
         nodes = list(graph.graph.nodes)
-        numbers = {node: number for number, node in enumerate(nodes)}
+        self._numbers = numbers = {node: number for number, node in enumerate(nodes)}
         self._arguments = [numbers[node] for node in nodes if node.op == "placeholder"]
         self._known = {
             numbers[node]: tensor.detach()
@@ -150,13 +152,33 @@ class _RegionalCall:
         self.compiled: dict[int, _Compiled] = {}
 
     def compile(self, leaves: Sequence[Any]) -> None:
-        """Compile each region when it is first met, in a run on a call's leaves."""
+        """Compile each region once, then run all of them on a call's leaves."""
+        with _kernels_together():
+            for region, *_ in self._steps:
+                if region.key not in self.compiled:
+                    self.compiled[region.key] = _compiled(region, self._example(region))
+        seen: set[int] = set()
 
         def prepare(region: GraphRegion, given: Sequence[torch.Tensor]) -> None:
-            if region.key not in self.compiled:
-                self.compiled[region.key] = self._laid_out(region, _compiled(region, given), given)
+            if region.key not in seen:
+                code = self.compiled[region.key]
+                self.compiled[region.key] = self._laid_out(region, code, given)
+                seen.add(region.key)
 
         self._run(leaves, prepare)
+
+    def _example(self, region: GraphRegion) -> list[torch.Tensor]:
+        """Inputs like those of a region."""
+        found = []
+        for node in region.inputs:
+            tensor = self._known.get(self._numbers[node])
+            if tensor is None:
+                kind = self._kinds[node]
+                tensor = torch.empty_strided(
+                    kind.shape, kind.strides, dtype=kind.dtype, device=kind.device
+                )
+            found.append(tensor)
+        return found
 
     def _laid_out(
         self, region: GraphRegion, code: _Compiled, given: Sequence[torch.Tensor]
@@ -198,6 +220,32 @@ class _RegionalCall:
         leaves, _ = flatten(args, kwargs)
         with torch.no_grad():
             return self._out.fill(self._run(leaves))
+
+
+@contextlib.contextmanager
+def _kernels_together() -> Iterator[None]:
+    """Have the kernels of all graphs of a block compiled at once: at its end they are there.
+
+    Inductor waits for those of each graph, where there are few, before it goes on with the next.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    waiting: list[tuple[Any, Any]] = []
+    wait, mine = AsyncCompile.wait, threading.get_ident()
+
+    def later(self: Any, scope: Any) -> None:
+        if threading.get_ident() == mine:
+            waiting.append((self, scope))
+        else:
+            wait(self, scope)
+
+    AsyncCompile.wait = later  # type: ignore[method-assign]  # until all graphs are there
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+    for compiling, scope in waiting:
+        wait(compiling, scope)
 
 
 def _compiled(region: GraphRegion, given: Sequence[torch.Tensor]) -> _Compiled:

@@ -1,0 +1,94 @@
+"""Something else answers a module's calls, while the module stays the very same object.
+
+The module gets a class of its own, which differs from its old one in the methods that are answered
+by something else. Its dictionary is not touched: parameters, hooks, `state_dict()`, `.to()` and
+`isinstance` are as they were. A copy, a pickle, and what `torch.save` writes are of the old class.
+
+What answers is made of a twin: another object of the old class with the same dictionary. So it sees
+every change of the module, and whatever it runs eagerly does not come back to it.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import OptionError
+
+Answer = Callable[..., Any]
+# Classes of modules that are installed, changed by one thread at a time.
+_LOCK = threading.RLock()
+_ANSWERS = "_graphwright_answers"
+
+
+def twin_of(module: nn.Module) -> nn.Module:
+    """Another object with the module's state, of the class that it has without installations.
+
+    Raises:
+        OptionError: the module's state does not lie in a dictionary alone.
+    """
+    cls = original_class(module)
+    slots = [name for base in cls.__mro__ for name in vars(base).get("__slots__", ())]
+    if {*slots} - {"__dict__", "__weakref__"}:
+        raise OptionError(
+            f"{cls.__name__} has __slots__: what they hold cannot be shared.",
+            remedy="Leave this module out.",
+        )
+    twin = cls.__new__(cls)
+    twin.__dict__ = module.__dict__
+    return twin
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """A module's class without what is installed."""
+    cls = type(module)
+    return cls.__mro__[1] if _ANSWERS in vars(cls) else cls
+
+
+def install(module: nn.Module, answers: Mapping[str, Answer]) -> None:
+    """Have methods of a module answered by something else, in place of what was installed before.
+
+    Calls that are under way on other threads end as they began.
+
+    Args:
+        module: the module.
+        answers: what answers, by the names of methods; none puts back the module's own class.
+    """
+    with _LOCK:
+        cls = original_class(module)
+        module.__class__ = _class_with(cls, answers) if answers else cls
+
+
+def answers_of(module: nn.Module) -> dict[str, Answer]:
+    """What is installed on a module, by the names of methods."""
+    return dict(vars(type(module)).get(_ANSWERS, {}))
+
+
+def _class_with(cls: type[nn.Module], answers: Mapping[str, Answer]) -> type[nn.Module]:
+    """A class like another one, some of whose methods are answered by something else."""
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        twin = twin_of(self)
+        found = twin.__reduce_ex__(protocol)
+        # Python refuses `__newobj__` for another class than the object's; the older form says the same.
+        return twin.__reduce_ex__(1) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]  # not in its stub
+
+    members: dict[str, Any] = {_ANSWERS: dict(answers), "__reduce_ex__": reduced}
+    members |= {name: _method(getattr(cls, name), answer) for name, answer in answers.items()}
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members["__doc__"] = cls.__doc__
+    made: type[nn.Module] = type(cls)(cls.__name__, (cls,), members)
+    return made
+
+
+def _method(original: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(*args, **kwargs)
+
+    return method
