@@ -436,7 +436,9 @@ def main() -> None:
     streams.add_argument("--quick", action="store_true", help="try the script: no result")
     regional = commands.add_parser("regional", help="Inductor by regions beside the whole")
     regional.add_argument("--only", nargs="+", default=[], metavar="MODEL")
-    regional.add_argument("--seconds", type=float, default=3600.0, help="begin no model after so long")
+    regional.add_argument(
+        "--seconds", type=float, default=3600.0, help="begin no model after so long"
+    )
     regional.add_argument("--out", type=Path, default=RESULTS)
     searching = commands.add_parser("search", help="default searches beside exhaustive ones")
     searching.add_argument("--out", type=Path, default=RESULTS)

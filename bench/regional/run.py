@@ -77,7 +77,9 @@ def to_markdown(result: Result) -> str:
     table: Table = [["model", "regions", "set-up, s", "whole, s", "latency, ms", "whole", "eager"]]
     for name, rows in result["models"].items():
         regional, whole = (rows.get(way, {}) for way in WAYS[1:])
-        seconds = [f"{row['setup_s']:.1f}" if "setup_s" in row else "–" for row in (regional, whole)]
+        seconds = [
+            f"{row['setup_s']:.1f}" if "setup_s" in row else "–" for row in (regional, whole)
+        ]
         ms = [
             f"{rows[way]['median'] * 1e3:.2f}" if "median" in rows.get(way, {}) else "–"
             for way in (*WAYS[1:], WAYS[0])
@@ -129,7 +131,9 @@ def benchmark(out: Path, only: list[str], seconds: float) -> int:
         result["environment"] = result["environment"] or found.get("environment", {})
         result["models"][name] = found.get("figures", {"failed": found.get("failed")})
         write(where, result)
-        print(name, {w: round(r.get("setup_s", -1), 1) for w, r in found.get("figures", {}).items()})
+        print(
+            name, {w: round(r.get("setup_s", -1), 1) for w, r in found.get("figures", {}).items()}
+        )
     print(to_markdown(result))
     return sum("failed" in model for model in result["models"].values())
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch.nn import functional as F
 
 from graphwright.fusion.regions import GraphRegion, kinds_of, regions_of, repeated_share
 from graphwright.fusion.tracing import trace
@@ -21,7 +20,7 @@ class Block(nn.Module):
         self.down, self.factor = nn.Linear(2 * width, width), factor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.factor
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))) * self.factor
 
 
 def found_in(

@@ -112,7 +112,9 @@ def test_the_program_is_as_it_was(device: torch.device) -> None:
 def test_a_call_that_raises_leaves_the_program_as_it_was(device: torch.device) -> None:
     program = Pipeline(device)
     with pytest.raises(RuntimeError):
-        gw.inspect(program, [(torch.rand(2, 4, device=device),), (torch.rand(2, 5, device=device),)])
+        gw.inspect(
+            program, [(torch.rand(2, 4, device=device),), (torch.rand(2, 5, device=device),)]
+        )
     assert not {"forward", "decode"} & {*vars(program.vae), *vars(program.unet)}
 
 

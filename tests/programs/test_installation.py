@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.programs.installation import answers_of, install, original_class, twin_of
+from graphwright.programs.installation import (
+    answers_of,
+    install,
+    original_class,
+    twin_of,
+    uninstall,
+)
 
 
 class Model(nn.Module):
@@ -60,8 +66,8 @@ def test_the_module_stays_what_it_was(model: Model) -> None:
     assert inspect.signature(model.forward) == inspect.signature(Model().forward)
     assert vars(model).keys() == before.keys()
     assert model.state_dict().keys() == state.keys()
-    assert [*model.parameters()][0] is before["_modules"]["layer"].weight
-    install(model, {})
+    assert next(iter(model.parameters())) is before["_modules"]["layer"].weight
+    uninstall(model, {"forward": answer})
     assert type(model) is Model
     assert not answers_of(model)
 
@@ -70,8 +76,21 @@ def test_other_methods_come_to_what_is_installed(model: Model) -> None:
     install(model, {"forward": lambda x: x * 0})
     assert torch.equal(model.decode(X), -torch.ones(2, 3))
     install(model, {"decode": lambda z: z})
-    assert torch.equal(model.decode(X), X), "in place of what was there before"
-    assert torch.equal(model(X), Model.forward(model, X))
+    assert torch.equal(model.decode(X), X)
+    assert torch.equal(model(X), X * 0)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_last_one_answers_and_each_is_taken_out_by_itself(first: int, model: Model) -> None:
+    answers: list[dict[str, Any]] = [{"forward": lambda x: x * 0}, {"forward": lambda x: x + 1}]
+    for each in answers:
+        install(model, each)
+    assert torch.equal(model(X), X + 1)
+    uninstall(model, answers[first])
+    uninstall(model, answers[first])  # It is no error.
+    assert torch.equal(model(X), X + 1 if first == 0 else X * 0)
+    uninstall(model, answers[1 - first])
+    assert type(model) is Model
 
 
 def test_a_twin_sees_every_change_and_does_not_come_back(model: Model) -> None:
@@ -121,6 +140,7 @@ def test_two_modules_of_a_class_are_apart(model: Model) -> None:
 def test_calls_on_other_threads_are_answered_while_something_is_installed(model: Model) -> None:
     expected, wrong, stop = model(X), [], threading.Event()
     twin = twin_of(model)
+    through: dict[str, Any] = {"forward": lambda x: twin(x)}
 
     def calling() -> None:
         while not stop.is_set():
@@ -131,7 +151,7 @@ def test_calls_on_other_threads_are_answered_while_something_is_installed(model:
     for thread in threads:
         thread.start()
     for number in range(300):
-        install(model, {"forward": lambda x: twin(x)} if number % 2 else {})
+        (uninstall if number % 2 else install)(model, through)
     stop.set()
     for thread in threads:
         thread.join()

@@ -11,6 +11,7 @@ them more. Parts that always follow each other are joined again.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class GraphRegion:
         return fx.GraphModule(nn.Module(), made)
 
 
-class Kind(NamedTuple):
+class TensorKind(NamedTuple):
     """What compiled code depends on, of a tensor."""
 
     shape: torch.Size
@@ -58,20 +59,20 @@ class Kind(NamedTuple):
     layout: torch.layout
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Kind:
+    def of(cls, tensor: torch.Tensor) -> TensorKind:
         """A tensor's kind; one without strides has none."""
         strides = tensor.stride() if tensor.layout is torch.strided else ()
         return cls(tensor.shape, strides, tensor.dtype, tensor.device, tensor.layout)
 
 
-def kinds_of(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, Kind]:
+def kinds_of(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, TensorKind]:
     """The kinds of all tensors in a graph, seen in a run of it on some inputs."""
-    run = _Observed(graph)
+    run = _ObservedRun(graph)
     run.run(*inputs)
     return run.kinds
 
 
-def regions_of(graph: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> list[GraphRegion]:
+def regions_of(graph: fx.GraphModule, kinds: Mapping[fx.Node, TensorKind]) -> list[GraphRegion]:
     """The regions of a graph, in order; together they are all of its operations."""
     return _Cutting(graph, kinds).regions()
 
@@ -83,24 +84,24 @@ def repeated_share(regions: Sequence[GraphRegion]) -> float:
     return 1 - sum(once.values()) / every if every else 0.0
 
 
-class _Observed(fx.Interpreter):
+class _ObservedRun(fx.Interpreter):
     """Runs a graph and notes what kinds of tensors there are."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__(graph)
-        self.kinds: dict[fx.Node, Kind] = {}
+        self.kinds: dict[fx.Node, TensorKind] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         found = super().run_node(n)
         if isinstance(found, torch.Tensor):
-            self.kinds[n] = Kind.of(found)
+            self.kinds[n] = TensorKind.of(found)
         return found
 
 
 class _Cutting:
     """Finds the regions of one graph."""
 
-    def __init__(self, graph: fx.GraphModule, kinds: Mapping[fx.Node, Kind]) -> None:
+    def __init__(self, graph: fx.GraphModule, kinds: Mapping[fx.Node, TensorKind]) -> None:
         self._kinds = kinds
         self._operations = [node for node in graph.graph.nodes if node.op == "call_function"]
         self._place = {node: number for number, node in enumerate(self._operations)}
@@ -159,9 +160,7 @@ class _Cutting:
             made += [self._region(piece) for piece in pieces if piece]
         return made
 
-    def _is_known(
-        self, nodes: Sequence[fx.Node], cut: fx.Node, known: Mapping[int, int]
-    ) -> bool:
+    def _is_known(self, nodes: Sequence[fx.Node], cut: fx.Node, known: Mapping[int, int]) -> bool:
         """Whether some nodes are a known region, and a cut may be in front of one."""
         return self._place[cut] not in self._whole and self._region(nodes).key in known
 
@@ -204,10 +203,10 @@ class _Cutting:
     def _joined(self, parts: Sequence[GraphRegion]) -> list[GraphRegion]:
         """The parts, with those joined that always follow each other in the same way."""
         count = Counter(part.key for part in parts)
-        pairs = Counter((a.key, b.key) for a, b in zip(parts, parts[1:], strict=False))
+        pairs = Counter((a.key, b.key) for a, b in itertools.pairwise(parts))
         always = {(a, b) for (a, b), n in pairs.items() if a != b and n == count[a] == count[b]}
         found: dict[tuple[int, int], set[int]] = {}
-        for a, b in zip(parts, parts[1:], strict=False):
+        for a, b in itertools.pairwise(parts):
             if (pair := (a.key, b.key)) in always:
                 found.setdefault(pair, set()).add(self._region([*a.nodes, *b.nodes]).key)
         made: list[GraphRegion] = []

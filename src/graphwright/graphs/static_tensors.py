@@ -25,8 +25,8 @@ from .staging import Staging
 # Tensors that span more than this many times their own bytes are copied element by element.
 _GAP_FACTOR = 2
 _ALIGNMENT = 16
-# So many tensors that a call writes to, as those of a cache, are copied by one kernel: a copy of its
-# own takes a graph 2.4 µs each time (H200). As words of eight bytes they are copied fastest.
+# So many tensors that a call writes to, as those of a cache, are copied by one kernel: a copy of
+# its own takes a graph 2.4 µs each time (H200). As words of eight bytes they are copied fastest.
 _LEAST_TOGETHER, _WORD = 6, torch.int64
 
 # Replays for positional arguments.
@@ -247,7 +247,7 @@ class CopyPlan:
         back: of those that are copied back as bytes.
         back_by_element: of those that are copied back element by element.
         fresh: whether the caller gets new tensors, not the graph's own.
-        together: positions of arguments that one kernel copies in, and one back; none of the others.
+        together: positions of arguments that one kernel copies in, and one back: none of those.
         words: the static tensors of these, as words.
     """
 
@@ -302,12 +302,11 @@ class CopyPlan:
         with torch.no_grad():
             for slot in self.by_element:
                 copy(leaves[slot], inputs.tensor(slot))
+            words, static = _words(many), self.words
+            if words is None:  # The caller's do not lie on words: PyTorch copies each by itself.
+                words, static = many, [inputs.tensor(slot) for slot in self.together]
             if many:
                 with torch.inference_mode():  # They may be inference tensors.
-                    # Where a caller's do not lie on words, PyTorch copies each by itself.
-                    words, static = _words(many), self.words
-                    if words is None:
-                        words, static = many, [inputs.tensor(slot) for slot in self.together]
                     torch._foreach_copy_(static, words)
             recording.run(
                 [leaves[slot] for slot in self.sources],

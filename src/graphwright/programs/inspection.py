@@ -9,7 +9,7 @@ import textwrap
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,11 @@ from ..calls.options import callable_problem, items_problem, names_checked, refu
 from ..calls.plurals import counted
 from ..checker.checker import check
 from ..checker.finding import Severity
-from ..errors import GraphwrightError, OptionError, first_line
+from ..errors import GraphwrightError, OptionError
 from ..report.markup import element
 from ..report.saving import save_as
 from ..report.table import duration
-from .observed_calls import FORWARD, ObservedCall, Observer, Target
+from .observed_calls import FORWARD, CallsObserver, ModuleMethod, ObservedCall
 from .program_modules import modules_inside
 
 SCHEMA, SCHEMA_VERSION = "graphwright.inspect", 1
@@ -78,7 +78,7 @@ class CalledMethod:
         reason: why it cannot, or with what it can.
     """
 
-    target: Target
+    target: ModuleMethod
     module: str
     inside: int | None
     calls: int = 0
@@ -273,56 +273,67 @@ def inspect(
         callable_problem("run", run) if run is not None else None,
         items_problem("calls", calls, "calls"),
     )
-    calls = list(calls)
-    if not calls:
-        raise OptionError("calls is empty.", remedy="Pass a few calls as your users make them.")
-    modules = modules_inside(program, run)
-    if not modules:
-        raise OptionError(
-            f"No module was found inside of {_name_of(program)}.",
-            remedy="Pass the object that holds the modules, or a function that names it.",
-        )
-    return _Inspecting(program, calls, run or _call, modules).inspected()
+    return Inspecting(program, list(calls), run).inspected()
 
 
-class _Inspecting:
-    """One inspection."""
+class Inspecting:
+    """One inspection, and what it has seen.
+
+    Attributes:
+        owners: the modules of the methods that are called.
+        samples: calls of those that can take part, one of each kind, with their arguments.
+
+    Args:
+        program: what is inspected.
+        calls: what it is called with.
+        run: calls it; None for what `inspect` does by default.
+
+    Raises:
+        OptionError: there is no call, or no module inside of the program.
+    """
 
     def __init__(
         self,
         program: Any,
         calls: Sequence[Any],
-        run: Callable[[Any, Any], Any],
-        modules: Mapping[str, nn.Module],
+        run: Callable[[Any, Any], Any] | None,
     ) -> None:
-        self._program, self._calls, self._run, self._modules = program, calls, run, modules
-        places = (tensor.device for module in modules.values() for tensor in module.parameters())
-        self._device = next((place for place in places if place.type == "cuda"), torch.device("cpu"))
+        if not calls:
+            raise OptionError("calls is empty.", remedy="Pass a few calls as your users make them.")
+        self._outermost = modules_inside(program, run)
+        if not self._outermost:
+            raise OptionError(
+                f"No module was found inside of {name_of(program)}.",
+                remedy="Pass the object that holds the modules, or a function that names it.",
+            )
+        self._program, self._calls, self._run = program, calls, run or call_as_given
+        self.device = device_of(self._outermost.values())
+        self.owners: dict[ModuleMethod, nn.Module] = {}
+        self.samples: dict[ModuleMethod, list[ObservedCall]] = {}
 
     def inspected(self) -> ProgramInspection:
+        """Run the program and look at what it calls."""
         for call in self._calls:
             self._run(self._program, call)  # First calls take longer.
         seen, seconds = self._observed(frozenset())
-        rows, owners = _rows(seen)
-        self._look_for_parts(rows, owners)
-        return ProgramInspection(_name_of(self._program), seconds, rows)
+        rows, self.owners = _rows(seen)
+        self._look_for_parts(rows)
+        return ProgramInspection(name_of(self._program), seconds, rows)
 
-    def _observed(self, wanted: frozenset[Target]) -> tuple[list[ObservedCall], list[float]]:
+    def _observed(self, wanted: frozenset[ModuleMethod]) -> tuple[list[ObservedCall], list[float]]:
         """What is called in a run of all calls, and the seconds of each."""
         seconds = []
-        with Observer(self._modules, self._device, wanted) as observer:
+        with CallsObserver(self._outermost, self.device, wanted) as observer:
             for number, call in enumerate(self._calls):
                 observer.program_call = number
                 began = time.perf_counter()
                 self._run(self._program, call)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
                 seconds.append(time.perf_counter() - began)
         return observer.calls, seconds
 
-    def _look_for_parts(
-        self, rows: Sequence[CalledMethod], owners: Mapping[Target, nn.Module]
-    ) -> None:
+    def _look_for_parts(self, rows: Sequence[CalledMethod]) -> None:
         """Say of the outermost methods whether they can take part, and of those inside if not."""
         level = [row for row in rows if row.inside is None]
         for _ in range(_MAX_DEPTH):
@@ -330,24 +341,27 @@ class _Inspecting:
                 return
             wanted = frozenset(row.target for row in level)
             calls, _ = self._observed(wanted)
-            samples: dict[Target, list[ObservedCall]] = {}
+            samples: dict[ModuleMethod, list[ObservedCall]] = {}
             for call in calls:
                 if call.sample is not None:
                     samples.setdefault(call.target, []).append(call)
             for row in level:
-                row.takes_part, row.reason = _can_take_part(
-                    row, owners[row.target], samples.get(row.target, [])
-                )
+                mine = samples.get(row.target, [])
+                row.takes_part, row.reason = _can_take_part(row, self.owners[row.target], mine)
+                if row.takes_part:
+                    self.samples[row.target] = mine
             refused = {number for number, row in enumerate(rows) if row.takes_part is False}
             level = [row for row in rows if row.inside in refused and row.takes_part is None]
 
 
-def _rows(calls: Sequence[ObservedCall]) -> tuple[list[CalledMethod], dict[Target, nn.Module]]:
+def _rows(
+    calls: Sequence[ObservedCall],
+) -> tuple[list[CalledMethod], dict[ModuleMethod, nn.Module]]:
     """The methods that were called, those called inside of another one after it; their modules."""
-    numbers: dict[tuple[int | None, Target], int] = {}
+    numbers: dict[tuple[int | None, ModuleMethod], int] = {}
     of_call: dict[int, int] = {}
     rows: list[CalledMethod] = []
-    owners: dict[Target, nn.Module] = {}
+    owners: dict[ModuleMethod, nn.Module] = {}
     of_row: list[list[ObservedCall]] = []
     for call in calls:
         inside = None if call.parent is None else of_call[id(call.parent)]
@@ -360,16 +374,21 @@ def _rows(calls: Sequence[ObservedCall]) -> tuple[list[CalledMethod], dict[Targe
         owners[call.target] = call.module
         of_row[number].append(call)
     for row, mine in zip(rows, of_row, strict=True):
-        row.calls = len(mine)
-        kinds = Counter(tuple(call.arguments.items()) for call in mine)
-        row.kinds = [(dict(kind), count) for kind, count in kinds.most_common()]
-        row.keywords = sorted({name for call in mine for name in call.keywords})
-        row.modes = sorted({mode for call in mine for mode in call.mode})
-        row.host_s = sum(call.host_s for call in mine)
-        device = [call.device_s for call in mine if call.device_s is not None]
-        row.device_s = sum(device) if device else None
-        row.varying = _varying([call.sizes for call in mine])
+        _fill_in(row, mine)
     return rows, owners
+
+
+def _fill_in(row: CalledMethod, calls: Sequence[ObservedCall]) -> None:
+    """Say of a method what its calls were."""
+    row.calls = len(calls)
+    kinds = Counter(tuple(call.arguments.items()) for call in calls)
+    row.kinds = [(dict(kind), count) for kind, count in kinds.most_common()]
+    row.keywords = sorted({name for call in calls for name in call.keywords})
+    row.modes = sorted({mode for call in calls for mode in call.mode})
+    row.host_s = sum(call.host_s for call in calls)
+    device = [call.device_s for call in calls if call.device_s is not None]
+    row.device_s = sum(device) if device else None
+    row.varying = _varying([call.sizes for call in calls])
 
 
 def _varying(sizes: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SharedSize]:
@@ -403,7 +422,7 @@ def _can_take_part(
             with torch.no_grad():
                 findings = check(called, *call.sample)
         except GraphwrightError as error:
-            return False, first_line(error)
+            return False, error.what
         stops = [each for each in findings if each.severity in _STOPS]
         if stops:
             at = f" ({stops[0].place.file}:{stops[0].place.line})" if stops[0].place.file else ""
@@ -418,7 +437,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _call(program: Any, call: Any) -> Any:
+def call_as_given(program: Any, call: Any) -> Any:
     """Call a program as a sample says."""
     if isinstance(call, tuple):
         return program(*call)
@@ -427,7 +446,14 @@ def _call(program: Any, call: Any) -> Any:
     return program(call)
 
 
-def _name_of(program: Any) -> str:
+def name_of(program: Any) -> str:
+    """A program as it is called in texts."""
     if isinstance(program, types.FunctionType | types.MethodType):
         return program.__qualname__
     return type(program).__name__
+
+
+def device_of(modules: Iterable[nn.Module]) -> torch.device:
+    """The GPU that modules are on; else the CPU."""
+    places = (tensor.device for module in modules for tensor in module.parameters())
+    return next((place for place in places if place.type == "cuda"), torch.device("cpu"))

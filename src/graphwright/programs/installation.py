@@ -51,38 +51,67 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def install(module: nn.Module, answers: Mapping[str, Answer]) -> None:
-    """Have methods of a module answered by something else, in place of what was installed before.
+    """Have methods of a module answered by something else, until that is uninstalled.
 
-    Calls that are under way on other threads end as they began.
+    Of several, the last one answers. Calls that are under way on other threads end as they began.
 
     Args:
         module: the module.
-        answers: what answers, by the names of methods; none puts back the module's own class.
+        answers: what answers, by the names of methods.
     """
     with _LOCK:
-        cls = original_class(module)
-        module.__class__ = _class_with(cls, answers) if answers else cls
+        found = _all_of(module)
+        for method, answer in answers.items():
+            found[method] = (*found.get(method, ()), answer)
+        _have(module, found)
+
+
+def uninstall(module: nn.Module, answers: Mapping[str, Answer]) -> None:
+    """Take out what was installed; what is there no more is no error, and others stay.
+
+    Args:
+        module: the module.
+        answers: the very objects that were installed, by the names of methods.
+    """
+    with _LOCK:
+        found = _all_of(module)
+        for method, answer in answers.items():
+            found[method] = tuple(each for each in found.get(method, ()) if each is not answer)
+        _have(module, found)
 
 
 def answers_of(module: nn.Module) -> dict[str, Answer]:
-    """What is installed on a module, by the names of methods."""
+    """What answers now of what is installed on a module, by the names of methods."""
+    return {method: found[-1] for method, found in _all_of(module).items()}
+
+
+def _all_of(module: nn.Module) -> dict[str, tuple[Answer, ...]]:
+    """All that is installed on a module, the last one last."""
     return dict(vars(type(module)).get(_ANSWERS, {}))
 
 
-def _class_with(cls: type[nn.Module], answers: Mapping[str, Answer]) -> type[nn.Module]:
+def _have(module: nn.Module, answers: Mapping[str, tuple[Answer, ...]]) -> None:
+    """Give a module the class with these answers; its own where there are none."""
+    left = {method: found for method, found in answers.items() if found}
+    cls = original_class(module)
+    module.__class__ = _class_with(cls, left) if left else cls
+
+
+def _class_with(cls: type[nn.Module], answers: Mapping[str, tuple[Answer, ...]]) -> type[nn.Module]:
     """A class like another one, some of whose methods are answered by something else."""
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
         twin = twin_of(self)
         found = twin.__reduce_ex__(protocol)
-        # Python refuses `__newobj__` for another class than the object's; the older form says the same.
+        # For another class than the object's, Python takes the older form alone.
         return twin.__reduce_ex__(1) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]  # not in its stub
 
     members: dict[str, Any] = {_ANSWERS: dict(answers), "__reduce_ex__": reduced}
-    members |= {name: _method(getattr(cls, name), answer) for name, answer in answers.items()}
+    members |= {name: _method(getattr(cls, name), found[-1]) for name, found in answers.items()}
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members["__doc__"] = cls.__doc__
-    made: type[nn.Module] = type(cls)(cls.__name__, (cls,), members)
+    metaclass: Any = type(cls)
+    made: type[nn.Module] = metaclass(cls.__name__, (cls,), members)
     return made
 
 

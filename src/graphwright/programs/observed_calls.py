@@ -1,8 +1,8 @@
 """Calls of the modules inside a program, seen while it runs.
 
 Hooks see calls of `module(...)` alone, and pipelines call `vae.decode(...)` and
-`model.generate(...)`: so every public method of a module that a class of the user's or a library's
-defines is wrapped on the object for as long as the program runs. The modules stay the same objects.
+`model.generate(...)`. So calls of all public methods that a class of the user's or a library's
+defines are noted while the program runs (`installation`). The modules stay the same objects.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from ..calls.leaves import describe, in_words
 from ..calls.snapshots import clone_leaves
 from ..calls.split import Args, argument_names, flatten, tensors_of, unflatten
 from ..errors import GraphwrightError
+from .installation import Answer, install, original_class, uninstall
 
 FORWARD = "forward"
 # A call of one kind: where its module is, its method, and what its arguments are.
-Kind = tuple[str, str, tuple[tuple[str, str], ...]]
+CallKind = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 @dataclass(frozen=True)
-class Target:
+class ModuleMethod:
     """A method of a module in a program.
 
     Attributes:
@@ -62,7 +63,7 @@ class ObservedCall:
         sample: the arguments as they were, where somebody wanted them.
     """
 
-    target: Target
+    target: ModuleMethod
     module: nn.Module
     parent: ObservedCall | None
     program_call: int
@@ -76,12 +77,12 @@ class ObservedCall:
     _events: tuple[Any, Any] | None = field(default=None, repr=False)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CallKind:
         """What calls have in common that could share a graph."""
         return self.target.path, self.target.method, tuple(self.arguments.items())
 
 
-class Observer:
+class CallsObserver:
     """Notes the calls of modules as long as it is entered.
 
     Attributes:
@@ -98,34 +99,38 @@ class Observer:
         self,
         modules: Mapping[str, nn.Module],
         device: torch.device,
-        wanted: frozenset[Target] = frozenset(),
+        wanted: frozenset[ModuleMethod] = frozenset(),
     ) -> None:
         self.calls: list[ObservedCall] = []
         self.program_call = 0
         self._places = _places_of(modules)
         self._device, self._wanted = device, wanted
-        self._kept: set[Kind] = set()
+        self._kept: set[CallKind] = set()
         self._running = threading.local()
-        self._wrapped: list[tuple[nn.Module, str]] = []
+        self._installed: list[tuple[nn.Module, dict[str, Answer]]] = []
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> CallsObserver:
         try:
             for path, module in self._places.items():
-                for method in _methods_of(module):
-                    if method in vars(module):
-                        continue  # Somebody has wrapped it: that runs, and is not looked into.
-                    original = getattr(module, method)
-                    vars(module)[method] = self._observed(Target(path, method), module, original)
-                    self._wrapped.append((module, method))
+                # What somebody has put on the object itself runs, and is not looked into.
+                observed: dict[str, Answer] = {
+                    method: self._observed(
+                        ModuleMethod(path, method), module, getattr(module, method)
+                    )
+                    for method in _methods_of(module)
+                    if method not in vars(module)
+                }
+                self._installed.append((module, observed))
+                install(module, observed)
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        for module, method in self._wrapped:
-            vars(module).pop(method, None)
-        self._wrapped.clear()
+        for module, observed in self._installed:
+            uninstall(module, observed)
+        self._installed.clear()
         if self._device.type == "cuda" and self.calls:
             torch.cuda.synchronize(self._device)
             for call in self.calls:
@@ -134,7 +139,7 @@ class Observer:
                     call.device_s, call._events = begin.elapsed_time(end) / 1e3, None
 
     def _observed(
-        self, target: Target, module: nn.Module, original: Callable[..., Any]
+        self, target: ModuleMethod, module: nn.Module, original: Callable[..., Any]
     ) -> Callable[..., Any]:
         positional = _positional(original)
 
@@ -165,7 +170,7 @@ class Observer:
 
     def _begin(
         self,
-        target: Target,
+        target: ModuleMethod,
         module: nn.Module,
         parent: ObservedCall | None,
         positional: Sequence[str],
@@ -202,7 +207,7 @@ class Observer:
 
 
 def _places_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """All modules whose calls are noted, by where they are: those of PyTorch's own are operations."""
+    """All modules whose calls are noted, by where they are; PyTorch's own are operations."""
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for outer, root in modules.items():
@@ -219,7 +224,7 @@ def _methods_of(module: nn.Module) -> Iterator[str]:
     """The names of a module's public methods that its own classes define, and of `forward`."""
     yield FORWARD
     seen = {FORWARD, *dir(nn.Module)}
-    for cls in type(module).__mro__:
+    for cls in original_class(module).__mro__:
         if cls is object or cls.__module__.startswith("torch.nn."):
             continue
         for name, value in vars(cls).items():
@@ -236,7 +241,11 @@ def _positional(method: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(method).parameters.values()
     except (TypeError, ValueError):
         return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return [
+        each.name
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _described(

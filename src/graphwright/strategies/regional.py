@@ -21,14 +21,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ..calls.snapshots import clone_leaves
 from ..calls.split import Args, Kwargs, flatten
 from ..errors import StrategyFailed
-from ..fusion.nodes import arguments, calls, constant, replace
+from ..fusion.nodes import arguments, calls, constant, inputs, replace
 from ..fusion.pass_manager import fused_call, passes_named
-from ..fusion.regions import GraphRegion, Kind, kinds_of, regions_of, repeated_share
+from ..fusion.regions import GraphRegion, TensorKind, kinds_of, regions_of, repeated_share
 from ..fusion.tracing import GraphCall
 from .base import Availability, Built, probe
 from .inductor import INDUCTOR, load_cache, save_cache
 
-# Where a smaller share of many operations repeats, all of them are compiled as fast, and run faster.
+# Where a smaller share of many operations repeats, the whole is compiled as fast and runs faster.
 _LEAST_REPEATED, _MANY = 0.4, 100
 # What Inductor does with frozen weights alone, and what hides that layers are alike.
 _PASSES = passes_named(["clean", "masks", "constants", "batch_norm", "scales", "projections"])
@@ -106,10 +106,10 @@ def _is_off(node: fx.Node) -> bool:
     return given.get("train") is False or given.get("p", given.get("dropout_p")) == 0
 
 
-def _simplify(graph: fx.GraphModule, kinds: dict[fx.Node, Kind]) -> None:
-    """Copy what is joined to nothing, as a new cache is: Inductor would give it in other strides."""
+def _simplify(graph: fx.GraphModule, kinds: dict[fx.Node, TensorKind]) -> None:
+    """Copy what is joined to nothing, as a new cache is: Inductor's result has other strides."""
     for node in calls(graph, _CAT):
-        parts = [part for part in node.args[0] if kinds[part].shape.numel()]
+        parts = [part for part in inputs(node)[0] if kinds[part].shape.numel()]
         if len(parts) == 1 and kinds[parts[0]].shape == kinds[node].shape:
             options = {"memory_format": torch.contiguous_format}
             copied = replace(graph, node, torch.ops.aten.clone.default, (parts[0],), **options)
@@ -124,7 +124,7 @@ class _RegionalCall:
     """
 
     def __init__(
-        self, call: GraphCall, regions: Sequence[GraphRegion], kinds: dict[fx.Node, Kind]
+        self, call: GraphCall, regions: Sequence[GraphRegion], kinds: dict[fx.Node, TensorKind]
     ) -> None:
         graph, self._slots, self._out = call.graph, call.slots, call.out
         nodes = list(graph.graph.nodes)
@@ -137,19 +137,30 @@ class _RegionalCall:
         }
         (output,) = (node for node in nodes if node.op == "output")
         self._results = [numbers[node] for node in output.args[0]]
-        last = {numbers[n]: place for place, region in enumerate(regions) for n in region.inputs}
-        kept = {*self._results, *self._known}
-        self._steps = [
+        self._steps = self._planned(regions)
+        self._kinds = kinds
+        self.compiled: dict[int, _Compiled] = {}
+
+    def _planned(
+        self, regions: Sequence[GraphRegion]
+    ) -> list[tuple[GraphRegion, list[int], list[int], list[int]]]:
+        """Each region with its inputs, its outputs, and what nobody needs after it."""
+        number_of = self._numbers
+        last = {number_of[n]: place for place, region in enumerate(regions) for n in region.inputs}
+        for kept in (*self._results, *self._known):
+            last.pop(kept, None)
+        done: list[list[int]] = [[] for _ in regions]
+        for number, place in last.items():
+            done[place].append(number)
+        return [
             (
                 region,
-                [numbers[node] for node in region.inputs],
-                [numbers[node] for node in region.outputs],
-                [n for n, end in last.items() if end == place and n not in kept],
+                [number_of[node] for node in region.inputs],
+                [number_of[node] for node in region.outputs],
+                done[place],
             )
             for place, region in enumerate(regions)
         ]
-        self._kinds = kinds
-        self.compiled: dict[int, _Compiled] = {}
 
     def compile(self, leaves: Sequence[Any]) -> None:
         """Compile each region once, then run all of them on a call's leaves."""
@@ -185,7 +196,7 @@ class _RegionalCall:
     ) -> _Compiled:
         """A region's code whose results are as in the graph, for which the others are compiled."""
         expected = [self._kinds[node] for node in region.outputs]
-        found = [Kind.of(each) for each in code(*given)]
+        found = [TensorKind.of(each) for each in code(*given)]
         if found == expected:
             return code
 
@@ -207,8 +218,8 @@ class _RegionalCall:
         """The tensors of the result, `prepare` having seen each region and its inputs before."""
         values = dict(self._known)
         values.update(zip(self._arguments, (leaves[slot] for slot in self._slots), strict=True))
-        for region, inputs, outputs, done in self._steps:
-            given = [values[number] for number in inputs]
+        for region, taken, outputs, done in self._steps:
+            given = [values[number] for number in taken]
             if prepare is not None:
                 prepare(region, given)
             values.update(zip(outputs, self.compiled[region.key](*given), strict=True))
@@ -255,7 +266,8 @@ def _compiled(region: GraphRegion, given: Sequence[torch.Tensor]) -> _Compiled:
     # Without a mode that could hold symbols, nothing gets into the cache.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with tracing(TracingContext(mode)):
-        code: _Compiled = compile_fx(region.graph(), [*given], ignore_shape_env=True)
+        made: Any = compile_fx(region.graph(), [*given], ignore_shape_env=True)
+    code: _Compiled = made
     return code
 
 
