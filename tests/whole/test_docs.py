@@ -35,7 +35,11 @@ LONG = {
     for name in ("artifacts", "background", "buckets", "generation", "libraries")
 }
 # Text that no block above it prints: output of commands, and tables of measured times.
-NOT_COMPARED = {"docs/how-to/several-shapes.md": 1, "docs/how-to/operators.md": 1}
+NOT_COMPARED = {
+    "docs/how-to/several-shapes.md": 1,
+    "docs/how-to/operators.md": 1,
+    "docs/how-to/programs.md": 1,
+}
 # What differs from run to run.
 TIME = re.compile(r"\b\d[\d.,]* ?(ns|µs|ms|s)\b")
 

@@ -177,7 +177,8 @@ def test_every_output_is_eager_s(device: torch.device, calls: int) -> None:
     for one in subjects:
         statistics = one.graphed.statistics
         assert set(statistics.eager) <= {"the pool's limit"}, statistics
-        assert statistics.hits + sum(statistics.eager.values()) > calls // 4
+        answered = statistics.hits + statistics.after_capture + sum(statistics.eager.values())
+        assert answered > calls // 4
         assert statistics.captures >= 4
     # The small models all fit into the arena's first segment.
     assert pool.evictions > 0 or device.type == "cpu"
