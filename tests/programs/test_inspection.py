@@ -207,3 +207,44 @@ def test_mistakes_name_what_to_do() -> None:
         gw.inspect(lambda x: x + 1, [torch.ones(1)])
     with pytest.raises(gw.OptionError):
         gw.inspect(object(), [torch.ones(1)])
+
+
+def made(kind: str, device: torch.device) -> nn.Module:
+    model, x = Inner().eval().to(device), torch.rand(2, 4, device=device)
+    if kind in ("script", "trace"):
+        with torch.no_grad():
+            scripted: nn.Module = (
+                torch.jit.script(model) if kind == "script" else torch.jit.trace(model, x)
+            )
+        return scripted
+    graphed: nn.Module = gw.graph(model) if kind == "graph" else gw.fuse(model)
+    return graphed
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["script", "trace", "graph", "fuse"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_cannot_be_looked_into_is_named(kind: str, inside: bool, device: torch.device) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.own = made(kind, device), Inner().to(device)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.own(self.part(x))
+
+    part = Outer().eval() if inside else made(kind, device)
+
+    def program(x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return part(x)
+
+    x = torch.rand(2, 4, device=device)
+    before, expected = type(part), program(x)
+    inspection = gw.inspect(program, [x])
+    (place,) = inspection.left_out
+    assert place == ("part.part" if inside else "part")
+    assert f"Not looked into: {place} (" in str(inspection)
+    assert bool(inspection.rows) == inside
+    assert type(part) is before
+    torch.testing.assert_close(program(x), expected)

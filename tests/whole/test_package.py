@@ -64,7 +64,7 @@ FACES = {
     "Profile": "call_s compare device environment figures name notes remedies remedy roofs save "
     "save_roofline save_timeline save_trace seconds table times to_dict to_html to_json training "
     "verdict",
-    "ProgramInspection": "name parts program_calls rows save seconds share to_json",
+    "ProgramInspection": "left_out name parts program_calls rows save seconds share to_json",
     "Report": "break_even budget_s check chosen chosen_row cost created curve eager_error "
     "environment figure from_json host_s input_bytes inputs interrupted left_out model "
     "notes objective own_error predictions ratios reason recalled row rows save seconds "

@@ -107,10 +107,19 @@ class ProgramInspection:
         program_calls: how many calls it was inspected with.
         seconds: of the program's calls, in turn.
         rows: the methods that are called; those called inside of another one come after it.
+        left_out: where modules are that were not looked into, with their classes: what graphwright
+            has made already, and scripted modules.
     """
 
-    def __init__(self, name: str, seconds: Sequence[float], rows: Sequence[CalledMethod]) -> None:
+    def __init__(
+        self,
+        name: str,
+        seconds: Sequence[float],
+        rows: Sequence[CalledMethod],
+        left_out: Mapping[str, str] | None = None,
+    ) -> None:
         self.name, self.seconds, self.rows = name, list(seconds), list(rows)
+        self.left_out = dict(left_out or {})
         self.program_calls = len(self.seconds)
 
     def share(self, row: CalledMethod) -> float:
@@ -148,7 +157,7 @@ class ProgramInspection:
             for row in self.rows
         ]
         found = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "program": self.name}
-        found |= {"seconds": self.seconds, "rows": rows}
+        found |= {"seconds": self.seconds, "rows": rows, "left_out": self.left_out}
         return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -191,8 +200,9 @@ class ProgramInspection:
                     break_long_words=False,
                     break_on_hyphens=False,
                 )
-        if not self.rows:
+        if not self.rows and not self.left_out:
             lines.append("No module inside of the program was called.")
+        lines += [f"Not looked into: {place} ({cls})" for place, cls in self.left_out.items()]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -282,6 +292,7 @@ class Inspecting:
     Attributes:
         owners: the modules of the methods that are called.
         samples: calls of those that can take part, one of each kind, with their arguments.
+        left_out: where modules are that cannot be looked into, with their classes.
 
     Args:
         program: what is inspected.
@@ -310,6 +321,7 @@ class Inspecting:
         self.device = device_of(self._outermost.values())
         self.owners: dict[ModuleMethod, nn.Module] = {}
         self.samples: dict[ModuleMethod, list[ObservedCall]] = {}
+        self.left_out: dict[str, str] = {}
 
     def inspected(self) -> ProgramInspection:
         """Run the program and look at what it calls."""
@@ -318,7 +330,7 @@ class Inspecting:
         seen, seconds = self._observed(frozenset())
         rows, self.owners = _rows(seen)
         self._look_for_parts(rows)
-        return ProgramInspection(name_of(self._program), seconds, rows)
+        return ProgramInspection(name_of(self._program), seconds, rows, self.left_out)
 
     def _observed(self, wanted: frozenset[ModuleMethod]) -> tuple[list[ObservedCall], list[float]]:
         """What is called in a run of all calls, and the seconds of each."""
@@ -331,6 +343,7 @@ class Inspecting:
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 seconds.append(time.perf_counter() - began)
+        self.left_out = observer.left_out
         return observer.calls, seconds
 
     def _look_for_parts(self, rows: Sequence[CalledMethod]) -> None:

@@ -16,14 +16,21 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..calls.modules import ModuleProxy
 from ..errors import OptionError
 
 Answer = Callable[..., Any]
 # Classes of modules that are installed, changed by one thread at a time.
 _LOCK = threading.RLock()
 _ANSWERS = "_graphwright_answers"
+
+
+def takes_installations(module: nn.Module) -> bool:
+    """Whether a module can have a class of its own: not what is scripted, or graphwright's own."""
+    return not issubclass(type(module), (ModuleProxy, torch.jit.ScriptModule))
 
 
 def twin_of(module: nn.Module) -> nn.Module:

@@ -22,7 +22,7 @@ from ..calls.leaves import describe, in_words
 from ..calls.snapshots import clone_leaves
 from ..calls.split import Args, argument_names, flatten, tensors_of, unflatten
 from ..errors import GraphwrightError
-from .installation import Answer, install, original_class, uninstall
+from .installation import Answer, install, original_class, takes_installations, uninstall
 
 FORWARD = "forward"
 # A call of one kind: where its module is, its method, and what its arguments are.
@@ -88,6 +88,7 @@ class CallsObserver:
     Attributes:
         calls: what was called, in the order of beginnings; calls without tensors are left out.
         program_call: the number of the program's call that is under way.
+        left_out: where modules are whose calls cannot be noted, with their classes.
 
     Args:
         modules: the outermost modules, by where they are.
@@ -103,7 +104,7 @@ class CallsObserver:
     ) -> None:
         self.calls: list[ObservedCall] = []
         self.program_call = 0
-        self._places = _places_of(modules)
+        self._places, self.left_out = _places_of(modules)
         self._device, self._wanted = device, wanted
         self._kept: set[CallKind] = set()
         self._running = threading.local()
@@ -206,18 +207,28 @@ class CallsObserver:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-def _places_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """All modules whose calls are noted, by where they are; PyTorch's own are operations."""
+def _places_of(modules: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The modules whose calls are noted, by where they are, and the classes of those left out.
+
+    PyTorch's own modules are operations of the module around them. What is left out is left out
+    with all that is inside of it.
+    """
     found: dict[str, nn.Module] = {}
+    left_out: dict[str, str] = {}
     seen: set[int] = set()
     for outer, root in modules.items():
         for path, module in root.named_modules():
+            place = f"{outer}.{path}" if path else outer
             own = type(module).__module__.startswith("torch.nn.")
-            if id(module) in seen or (own and path):
+            inside = any(place.startswith(f"{each}.") for each in left_out)
+            if id(module) in seen or (own and path) or inside:
                 continue
             seen.add(id(module))
-            found[f"{outer}.{path}" if path else outer] = module
-    return found
+            if takes_installations(module):
+                found[place] = module
+            else:
+                left_out[place] = type(module).__name__
+    return found, left_out
 
 
 def _methods_of(module: nn.Module) -> Iterator[str]:
