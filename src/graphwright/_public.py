@@ -44,7 +44,7 @@ from .ops.custom.triton_operator import triton_op as triton_op
 from .profiler.profile import Profile as Profile
 from .profiler.profiler import profile as profile
 from .programs.inspection import ProgramInspection as ProgramInspection
-from .programs.inspection import inspect as inspect
+from .programs.inspector import inspect as inspect
 from .report.report import Report as Report
 from .serving.launch import serve as serve
 from .serving.model_config import ModelConfig as ModelConfig

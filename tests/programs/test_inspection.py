@@ -248,3 +248,22 @@ def test_what_cannot_be_looked_into_is_named(kind: str, inside: bool, device: to
     assert bool(inspection.rows) == inside
     assert type(part) is before
     torch.testing.assert_close(program(x), expected)
+
+
+def test_calls_without_tensors_on_other_threads_take_no_others_out(device: torch.device) -> None:
+    inner = Inner().eval().to(device)
+
+    def work(x: torch.Tensor) -> None:
+        for _ in range(50):
+            inner.width()
+            inner(x)
+
+    def program(x: torch.Tensor) -> None:
+        threads = [threading.Thread(target=work, args=(x,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    (row,) = gw.inspect(program, [torch.rand(2, 4, device=device)]).rows
+    assert (str(row.target), row.calls) == ("inner", 200)

@@ -140,23 +140,19 @@ class _Cutting:
         The first layer and the last one have something before them, or after.
         """
         count = Counter(part.key for part in parts)
-        sizes = {part.key: len(part.nodes) for part in parts}
+        known = {part.key: len(part.nodes) for part in parts}
+        sizes = sorted({*known.values()}, reverse=True)
         made: list[GraphRegion] = []
         for part in parts:
             if count[part.key] > 1:
                 made.append(part)
                 continue
-            begin, end = 0, len(part.nodes)
-            for size in sorted({*sizes.values()}, reverse=True):
-                if size < end and self._is_known(part.nodes[:size], part.nodes[size], sizes):
-                    begin = size
-                    break
-            for size in sorted({*sizes.values()}, reverse=True):
-                cut = end - size
-                if cut > begin and self._is_known(part.nodes[cut:], part.nodes[cut], sizes):
-                    end = cut
-                    break
-            pieces = part.nodes[:begin], part.nodes[begin:end], part.nodes[end:]
+            nodes, count_of = part.nodes, len(part.nodes)
+            cuts = (size for size in sizes if size < count_of)
+            begin = next((n for n in cuts if self._is_known(nodes[:n], nodes[n], known)), 0)
+            cuts = (count_of - size for size in sizes if begin < count_of - size)
+            end = next((n for n in cuts if self._is_known(nodes[n:], nodes[n], known)), count_of)
+            pieces = nodes[:begin], nodes[begin:end], nodes[end:]
             made += [self._region(piece) for piece in pieces if piece]
         return made
 
@@ -210,8 +206,7 @@ class _Cutting:
             if (pair := (a.key, b.key)) in always:
                 found.setdefault(pair, set()).add(self._region([*a.nodes, *b.nodes]).key)
         made: list[GraphRegion] = []
-        rest = iter([*parts])
-        for part in rest:
+        for part in parts:
             made.append(part)
             if len(made) > 1:
                 pair = made[-2].key, part.key

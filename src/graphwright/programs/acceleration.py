@@ -30,7 +30,8 @@ from ..evaluation.accuracy import difference
 from ..report.result import EAGER
 from ..report.table import duration
 from ..tuning.tuner import tune
-from .inspection import CalledMethod, Inspecting, ProgramInspection, call_as_given
+from .inspection import CalledMethod, ProgramInspection
+from .inspector import Inspecting, call_as_given
 from .installation import Answer, install, twin_of, uninstall
 from .observed_calls import FORWARD, ModuleMethod, ObservedCall
 
@@ -283,7 +284,7 @@ class _Whole:
 
     def _leaves(self, call: Any) -> list[Any]:
         """The leaves of a result, with tensors of their own."""
-        with _same_draws(self._device):
+        with _same_draws():
             result = self._run(self._program, call)
         leaves, _ = flatten_result(_as_tensors(result))
         return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -301,9 +302,9 @@ def _as_tensors(result: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _same_draws(device: torch.device) -> Iterator[None]:
+def _same_draws() -> Iterator[None]:
     """The same random numbers in each block, and none for what comes after it."""
-    devices = [device] if device.type == "cuda" else []
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices):
         torch.manual_seed(_SEED)
         yield

@@ -87,11 +87,6 @@ def uninstall(module: nn.Module, answers: Mapping[str, Answer]) -> None:
         _have(module, found)
 
 
-def answers_of(module: nn.Module) -> dict[str, Answer]:
-    """What answers now of what is installed on a module, by the names of methods."""
-    return {method: found[-1] for method, found in _all_of(module).items()}
-
-
 def _all_of(module: nn.Module) -> dict[str, tuple[Answer, ...]]:
     """All that is installed on a module, the last one last."""
     return dict(vars(type(module)).get(_ANSWERS, {}))

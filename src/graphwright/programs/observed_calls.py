@@ -7,6 +7,7 @@ defines are noted while the program runs (`installation`). The modules stay the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -53,7 +54,6 @@ class ObservedCall:
         target: what was called.
         module: whose method it is.
         parent: the call of another module's method in which it was made; None for none.
-        program_call: the number of the program's call.
         arguments: what each of them is, by name: "1×128 int64", or a plain value.
         sizes: the shapes of the tensors among them, by name.
         keywords: the names of those that were passed by keyword.
@@ -61,12 +61,12 @@ class ObservedCall:
         host_s: seconds of the host in it, calls inside of it included.
         device_s: seconds of a GPU from its begin to its end; None without one.
         sample: the arguments as they were, where somebody wanted them.
+        has_tensors: whether tensors go in or come out.
     """
 
     target: ModuleMethod
     module: nn.Module
     parent: ObservedCall | None
-    program_call: int
     arguments: dict[str, str]
     sizes: dict[str, tuple[int, ...]]
     keywords: tuple[str, ...]
@@ -74,6 +74,7 @@ class ObservedCall:
     host_s: float = 0.0
     device_s: float | None = None
     sample: tuple[Args, dict[str, Any]] | None = None
+    has_tensors: bool = False
     _events: tuple[Any, Any] | None = field(default=None, repr=False)
 
     @property
@@ -87,7 +88,6 @@ class CallsObserver:
 
     Attributes:
         calls: what was called, in the order of beginnings; calls without tensors are left out.
-        program_call: the number of the program's call that is under way.
         left_out: where modules are whose calls cannot be noted, with their classes.
 
     Args:
@@ -103,7 +103,6 @@ class CallsObserver:
         wanted: frozenset[ModuleMethod] = frozenset(),
     ) -> None:
         self.calls: list[ObservedCall] = []
-        self.program_call = 0
         self._places, self.left_out = _places_of(modules)
         self._device, self._wanted = device, wanted
         self._kept: set[CallKind] = set()
@@ -132,6 +131,7 @@ class CallsObserver:
         for module, observed in self._installed:
             uninstall(module, observed)
         self._installed.clear()
+        self._leave_out_others()
         if self._device.type == "cuda" and self.calls:
             torch.cuda.synchronize(self._device)
             for call in self.calls:
@@ -149,7 +149,6 @@ class CallsObserver:
             parent = getattr(self._running, "call", None)
             call = self._begin(target, module, parent, positional, args, kwargs)
             self._running.call = call
-            place = len(self.calls)
             self.calls.append(call)
             events = self._events()
             began = time.perf_counter()
@@ -163,8 +162,7 @@ class CallsObserver:
                 call.host_s = time.perf_counter() - began
                 call._events = events
                 self._running.call = parent
-            if not call.sizes and not _holds_tensors(result):
-                self._leave_out(place, call)
+            call.has_tensors = call.has_tensors or _holds_tensors(result)
             return result
 
         return observed
@@ -183,23 +181,24 @@ class CallsObserver:
             target,
             module,
             parent,
-            self.program_call,
             arguments,
             sizes,
             (*kwargs,),
             _mode(module),
+            has_tensors=bool(sizes),
         )
         if target in self._wanted and call.kind not in self._kept:
             self._kept.add(call.kind)
-            call.sample = _copied(args, kwargs)
+            with contextlib.suppress(GraphwrightError):  # Something in them holds itself.
+                call.sample = _copied(args, kwargs)
         return call
 
-    def _leave_out(self, place: int, call: ObservedCall) -> None:
-        """Forget a call that has nothing to do with tensors; what it called is its parent's."""
-        del self.calls[place]
-        for other in self.calls[place:]:
-            if other.parent is call:
-                other.parent = call.parent
+    def _leave_out_others(self) -> None:
+        """Forget calls that have nothing to do with tensors; what they called is their parents'."""
+        self.calls = [call for call in self.calls if call.has_tensors]
+        for call in self.calls:
+            while call.parent is not None and not call.parent.has_tensors:
+                call.parent = call.parent.parent
 
     def _events(self) -> tuple[Any, Any] | None:
         if self._device.type != "cuda":

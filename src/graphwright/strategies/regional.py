@@ -66,7 +66,8 @@ class Regional:
         _refuse_random(graph)
         leaves, _ = flatten(args, kwargs)
         with torch.no_grad():
-            kinds = kinds_of(graph, [clone_leaves(leaves)[slot] for slot in fused.call.slots])
+            given = clone_leaves(leaves)
+            kinds = kinds_of(graph, [given[slot] for slot in fused.call.slots])
             _simplify(graph, kinds)
             regions = regions_of(graph, kinds)
             many = sum(len(region.nodes) for region in regions) > _MANY
