@@ -121,13 +121,15 @@ def test_what_draws_random_numbers_is_refused(device: torch.device) -> None:
         REGIONAL.build(Draws().eval(), (torch.rand(3, device=device),), {})
 
 
-def test_a_large_model_in_which_nothing_repeats_is_refused(device: torch.device) -> None:
-    widths = range(4, 44)
+def test_a_model_in_which_nothing_repeats_is_compiled(device: torch.device) -> None:
+    widths = range(4, 10)
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(n, n + 1), nn.ReLU(), nn.LayerNorm(n + 1)) for n in widths)
     )
-    with pytest.raises(StrategyFailed, match="hardly anything repeats"):
-        REGIONAL.build(model.eval().to(device), (torch.rand(2, 4, device=device),), {})
+    model.eval().to(device)
+    x = torch.rand(2, 4, device=device)
+    with torch.no_grad():
+        close(REGIONAL.build(model, (x,), {}).call(x), model(x))
 
 
 def test_what_is_no_graph_is_refused(device: torch.device) -> None:

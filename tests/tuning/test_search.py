@@ -20,7 +20,12 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Availability, Candidate
-from graphwright.strategies.registry import default_candidates, kernels_of, parse_candidates
+from graphwright.strategies.registry import (
+    default_candidates,
+    kernels_of,
+    parse_candidates,
+    without,
+)
 from graphwright.tuning.screening import Screening, Terms
 from graphwright.tuning.search import Search
 from graphwright.tuning.tuner import MOST_BUDGET_S, Tuning
@@ -316,12 +321,20 @@ def test_inductor_takes_longer_on_a_cpu_for_a_model_of_many_modules() -> None:
 def test_a_default_budget_grows_with_what_compilers_need() -> None:
     model, x = nn.Linear(2, 2).eval(), torch.randn(2, 2)
 
-    def budget(host_s: float | None, device: torch.device = GPU, **given: Any) -> float | None:
-        tuning = Tuning(model, (x,), remember=False, **given)
+    def budget(
+        host_s: float | None, device: torch.device = GPU, failed: str = "", **given: Any
+    ) -> float | None:
+        exclude = given.pop("exclude", ())
+        tuning = Tuning(model, (x,), remember=False, exclude=exclude, **given)
         tuning.asked = replace(tuning.asked, device=device)
-        tuning._search.device, tuning.report.host_s = device, host_s
+        candidates = without(default_candidates(model, device, ()), exclude)
+        tuning._search = Search(tuning.report, device, candidates)
+        tuning.report.host_s = host_s
+        if failed:
+            tuning.report.rows.append(Row(failed, Status.FAILED, "", "", complexity=1))
         terms = tuning._screening.terms
         tuning._started -= 5.0  # The reference, and eager.
+        tuning._compilers_begin_s = 5.0
         terms.deadline = tuning._search_ends()
         tuning._give_compilers_time()
         assert terms.budget_s == tuning._budget_s
@@ -329,19 +342,55 @@ def test_a_default_budget_grows_with_what_compilers_need() -> None:
             assert terms.deadline == pytest.approx(tuning._started + 0.8 * terms.budget_s)
         return terms.budget_s
 
+    regional = ["inductor:regional"]
     inductors = ["inductor", "inductor:freeze", "inductor:reduce-overhead"]
-    assert budget(None) == budget(2e-3) == 60.0
-    known = budget(14e-3)
+    assert budget(None) == budget(2e-3) == budget(14e-3) == 60.0
+    # Region by region there is time for it by then; as a whole there is not.
+    assert budget(1.0) == 60.0
+    known = budget(14e-3, exclude=regional)
     assert known is not None
-    assert 70 < known < MOST_BUDGET_S["cuda"]
-    assert budget(1.0) == MOST_BUDGET_S["cuda"]
+    assert 60 < known < MOST_BUDGET_S["cuda"]
+    assert budget(1.0, exclude=regional) == MOST_BUDGET_S["cuda"]
+    assert budget(1.0, failed="inductor:regional+graph") == MOST_BUDGET_S["cuda"]
     on_cpu = budget(1.0, CPU)
     assert on_cpu is not None
     assert 60 < on_cpu < MOST_BUDGET_S["cpu"]  # Whatever the host needs.
     assert budget(1.0, CPU, exclude=[*inductors, "onnxruntime", "torchscript"]) == 60.0
     assert budget(1.0, budget_s=7) == 7.0
     assert budget(1.0, exhaustive=True) is None
-    assert budget(1.0, exclude=inductors) == 60.0
+    assert budget(1.0, exclude=[*regional, *inductors]) == 60.0
+
+
+def test_the_whole_model_is_compiled_after_its_regions() -> None:
+    search = search_of(GPU, [row("eager", EAGER_S)])
+    chosen: list[str] = []
+    while following := search.choose(4):
+        chosen += [each.name for each in following]
+    whole = [name for name in chosen if name.startswith(("inductor+", "inductor:r", "inductor:f"))]
+    whole.remove("inductor:regional+graph")
+    assert {"inductor+graph", "inductor:freeze+graph", "inductor:reduce-overhead"} == {*whole}
+    assert chosen.index("inductor:regional+graph") < min(map(chosen.index, whole))
+    assert chosen.index("fused+graph") < min(map(chosen.index, whole))
+    # On a CPU nothing is compiled region by region.
+    assert any(each.name == "inductor" for each in search_of(CPU, [row("eager", 1e-3)]).waiting)
+
+
+def test_regions_that_are_beaten_show_that_the_whole_is() -> None:
+    rows = [row("eager", EAGER_S), row("eager+graph", 0.2e-3), row("fused+graph", 0.1e-3)]
+    whole = {"inductor+graph", "inductor:freeze+graph", "inductor:reduce-overhead"}
+    known = row("inductor:regional+graph", 0.13e-3)
+    assert left_out(search_of(GPU, rows)).isdisjoint(whole)
+    assert whole <= left_out(search_of(GPU, [*rows, known]))
+    search = search_of(GPU, [*rows, known])
+    assert search.cannot_win(parse_candidates(["inductor+graph"], ())[0]) == (
+        "cannot win: inductor:regional+graph compiles the same operations, region by region, and "
+        "takes 130 µs; fused+graph takes 100 µs"
+    )
+    near = row("inductor:regional+graph", 0.11e-3)
+    assert left_out(search_of(GPU, [*rows, near])).isdisjoint(whole)
+    assert left_out(search_of(GPU, [*rows, known], exhaustive=True)).isdisjoint(whole)
+    failed = Row("inductor:regional+graph", Status.FAILED, "", "", complexity=1)
+    assert left_out(search_of(GPU, [*rows, failed])).isdisjoint(whole)
 
 
 @pytest.mark.slow
@@ -349,7 +398,7 @@ def test_a_row_says_that_there_was_no_time_to_set_it_up(monkeypatch: pytest.Monk
     from graphwright.strategies import registry
     from graphwright.tuning import request
 
-    monkeypatch.setattr(request, "BUDGET_S", 60.0)
+    monkeypatch.setattr(request, "BUDGET_S", {"cpu": 60.0, "cuda": 60.0})
     monkeypatch.setitem(MOST_BUDGET_S, "cpu", 60.0)
     monkeypatch.setitem(registry._USUAL["cpu"], "inductor", (1.3, 100.0))
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
@@ -445,7 +494,7 @@ def test_in_this_process_too_all_that_share_a_build_are_tried() -> None:
 def test_a_row_does_not_name_a_set_up_that_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from graphwright.tuning import request
 
-    monkeypatch.setattr(request, "BUDGET_S", 2.0)
+    monkeypatch.setattr(request, "BUDGET_S", {"cpu": 2.0, "cuda": 2.0})
     monkeypatch.setitem(MOST_BUDGET_S, "cpu", 2.0)
     model = nn.Linear(8, 8).eval()
     report = gw.tune(model, (torch.randn(2, 8),), isolate=False, remember=False).report

@@ -77,13 +77,6 @@ def regions_of(graph: fx.GraphModule, kinds: Mapping[fx.Node, TensorKind]) -> li
     return _Cutting(graph, kinds).regions()
 
 
-def repeated_share(regions: Sequence[GraphRegion]) -> float:
-    """The share of operations that need no compilation, since their region repeats another one."""
-    every = sum(len(region.nodes) for region in regions)
-    once = {region.key: len(region.nodes) for region in regions}
-    return 1 - sum(once.values()) / every if every else 0.0
-
-
 class _ObservedRun(fx.Interpreter):
     """Runs a graph and notes what kinds of tensors there are."""
 

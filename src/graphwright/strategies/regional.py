@@ -23,13 +23,11 @@ from ..calls.split import Args, Kwargs, flatten
 from ..errors import StrategyFailed
 from ..fusion.nodes import arguments, calls, constant, inputs, replace
 from ..fusion.pass_manager import fused_call, passes_named
-from ..fusion.regions import GraphRegion, TensorKind, kinds_of, regions_of, repeated_share
+from ..fusion.regions import GraphRegion, TensorKind, kinds_of, regions_of
 from ..fusion.tracing import GraphCall
 from .base import Availability, Built, probe
 from .inductor import INDUCTOR, load_cache, save_cache
 
-# Where a smaller share of many operations repeats, the whole is compiled as fast and runs faster.
-_LEAST_REPEATED, _MANY = 0.4, 100
 # What Inductor does with frozen weights alone, and what hides that layers are alike.
 _PASSES = passes_named(["clean", "masks", "constants", "batch_norm", "scales", "projections"])
 _Compiled = Callable[..., Sequence[torch.Tensor]]
@@ -56,8 +54,7 @@ class Regional:
         """Trace the call, and compile each of its regions once.
 
         Raises:
-            StrategyFailed: the call is no graph, it draws random numbers, or hardly anything in it
-                repeats.
+            StrategyFailed: the call is no graph, or it draws random numbers.
         """
         fused = fused_call(model, args, kwargs, _PASSES, check=False, measure=False)
         if not isinstance(fused.call, GraphCall):
@@ -70,12 +67,6 @@ class Regional:
             kinds = kinds_of(graph, [given[slot] for slot in fused.call.slots])
             _simplify(graph, kinds)
             regions = regions_of(graph, kinds)
-            many = sum(len(region.nodes) for region in regions) > _MANY
-            if many and repeated_share(regions) < _LEAST_REPEATED:
-                raise StrategyFailed(
-                    "hardly anything repeats in the model",
-                    remedy="Inductor compiles the whole of it in about the same time.",
-                )
             call = _RegionalCall(fused.call, regions, kinds)
             call.compile(clone_leaves(leaves))
         return Built(

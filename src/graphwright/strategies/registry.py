@@ -59,19 +59,19 @@ RUNNERS: tuple[Runner, ...] = (runners.GRAPH, runners.GRAPH_STREAMS)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
 # Not tried by default. The first takes minutes. The next two are as fast as inductor, and worth
-# their time only if they are saved. The next one is for models of which all takes too long. The
-# last imports torchax, which renames one of PyTorch's back ends.
+# their time only if they are saved. The last imports torchax, which renames one of PyTorch's back
+# ends.
 _ON_REQUEST = {
     inductor.MAX_AUTOTUNE.name,
     aot_inductor.AOT_INDUCTOR.name,
     aot_inductor.FREEZE.name,
-    regional.REGIONAL.name,
     xla.XLA.name,
 }
 # Compilers that call the kernels that eager calls.
 _EAGER_KERNELS = {eager.NO_GRAD.name, eager.INFERENCE_MODE.name, torchscript.SCRIPT.name}
 _BY_NAME = {compiler.name: compiler for compiler in COMPILERS}
-_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
+# On a CPU, regions are as fast as the whole, and their set-up is not much shorter there.
+_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name, regional.REGIONAL.name}
 # Compilers that are also tried with the runner `graph`, and with each rewrite.
 _UNDER_GRAPH = (
     eager.EAGER,
@@ -79,10 +79,18 @@ _UNDER_GRAPH = (
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
     aot_autograd.AOT_AUTOGRAD,
+    regional.REGIONAL,
     inductor.INDUCTOR,
     inductor.FREEZE,
 )
-_REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
+_REWRITTEN = (
+    eager.EAGER,
+    fused.FUSED,
+    torchscript.OPTIMIZE,
+    regional.REGIONAL,
+    inductor.INDUCTOR,
+)
+_REWRITTEN_UNDER_GRAPH = (eager.EAGER, fused.FUSED, regional.REGIONAL, inductor.INDUCTOR)
 # For each device, what a compiler usually gains over eager, and the seconds of its first set-up.
 # The figures are from the benchmark's results; only the order of candidates depends on them, and
 # which set-ups are waited for.
@@ -101,7 +109,7 @@ _USUAL = {
         "aot_autograd": (0.9, 4.0),
         "aot_inductor": (1.5, 25.0),
         "aot_inductor:freeze": (1.6, 27.0),
-        "inductor:regional": (1.5, 4.0),
+        "inductor:regional": (1.8, 4.0),
         "inductor": (1.5, 10.0),
         "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
@@ -166,12 +174,9 @@ def default_candidates(
     if rewrites.has_convolutions(model):
         chosen.insert(0, rewrites.CHANNELS_LAST)
     for rewrite in chosen:
-        plain += [Candidate(c, rewrite) for c in _REWRITTEN]
+        plain += [Candidate(c, rewrite) for c in _REWRITTEN if c.name not in left_out]
         if device.type == "cuda":
-            graphs += [
-                Candidate(c, rewrite, runners.GRAPH)
-                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
-            ]
+            graphs += [Candidate(c, rewrite, runners.GRAPH) for c in _REWRITTEN_UNDER_GRAPH]
     return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
 
 
@@ -215,6 +220,11 @@ def kernels_of(candidate: Candidate) -> str:
     if compiler in _EAGER_KERNELS:
         compiler = eager.EAGER.name
     return Candidate(_BY_NAME.get(compiler, candidate.compiler), candidate.rewrite).name
+
+
+def is_whole_inductor(candidate: Candidate) -> bool:
+    """Whether PyTorch's compiler gets the whole model at once."""
+    return isinstance(candidate.compiler, inductor.Inductor)
 
 
 def savable_form(candidate: Candidate) -> Candidate | None:

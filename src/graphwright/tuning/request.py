@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
 # Seconds of a search that nobody has given a budget, for each sample: the tutorial and the
 # command's help name them.
-BUDGET_S = 60.0
+BUDGET_S = {"cpu": 60.0, "cuda": 50.0}
 # Tried by default only for the objective cold_start: it pays off where it is loaded from a file.
 _FOR_COLD_START = ("aot_inductor",)
 # Tensors in the name of a sample that holds objects: a cache may hold hundreds.
@@ -232,7 +232,7 @@ class Request:
             tolerance,
             tuple(allow),
             SearchLimits(
-                _budget(budget_s, None if everything else BUDGET_S * len(calls)),
+                _budget(budget_s, None if everything else BUDGET_S[device.type] * len(calls)),
                 budget_s is not None,
                 float(timeout_s),
                 None if memory_limit is None else parse_bytes(memory_limit),

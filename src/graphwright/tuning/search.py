@@ -20,7 +20,8 @@ from ..report.report import Report
 from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Candidate
-from ..strategies.registry import is_slow, kernels_of, usual
+from ..strategies.registry import is_slow, is_whole_inductor, kernels_of, usual
+from ..strategies.regional import REGIONAL
 
 # A prediction may be too low by this factor.
 _HOPE = 1.3
@@ -35,8 +36,12 @@ _CHEAP_S = 2.0
 _WARM_S = 1.0
 # Kernels in less memory, or warmer caches, may be faster than in eager by so much.
 _KERNELS = 0.95
+# The whole model, compiled at once, may be faster than its regions by this factor.
+_WHOLE = 1.2
 # A graph that is so much faster than eager shows that the host is the limit.
 _HOST_LIMITED = 0.9
+# What stops one candidate of a compiler often stops the others.
+_STOPPED = (Status.FAILED, Status.UNAVAILABLE, Status.CRASHED, Status.TIMED_OUT)
 # Bytes a second at which a graph copies its inputs, at least, and the share of its time that may
 # take.
 _COPIED, _COPIES_SHARE = 1e12, 0.05
@@ -85,6 +90,7 @@ class Search:
         if first or any(self.report.row(name) is None for name in self._handed_out):
             able = first
         if not self.in_order:
+            able = [each for each in able if not self._follows_regions(each)] or able
             able.sort(key=lambda each: (self.is_cheap(each), self._promise(each)), reverse=True)
             able = self._slow_first(able, count) if self.spare else able
         chosen = _of_first_builds(able, count)
@@ -123,15 +129,28 @@ class Search:
             quickest[key] = min(quickest.get(key, math.inf), self.needs_s(each))
         return sum(quickest.values())
 
-    def longest_set_up_s(self) -> float:
-        """Seconds that PyTorch's own compiler needs at most; others may not be installed."""
-        compiled = [each for each in self.waiting if _family(each) == "inductor"]
-        return max(map(self.set_up_s, compiled), default=0.0)
+    def compiler_set_up_s(self) -> float:
+        """Seconds of the quickest set-up by PyTorch's own compiler that has not failed here.
+
+        Other compilers may not be installed.
+        """
+        ways: dict[str, float] = {}
+        for each in self._all.values():
+            if _family(each) == "inductor":
+                name = each.compiler.name
+                ways[name] = max(ways.get(name, 0.0), self.set_up_s(each))
+        for row in self.report.rows:
+            if row.strategy in self._all and row.status in (*_STOPPED, Status.WRONG):
+                ways.pop(self._all[row.strategy].compiler.name, None)
+        return min(ways.values(), default=0.0)
 
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""
-        if self._all_wanted or candidate.runner is not None:
+        if self._all_wanted:
             return ""
+        beaten = self._beaten_by_regions(candidate)
+        if beaten or candidate.runner is not None:
+            return beaten
         return self._beaten_by_its_graph(candidate) or self._beaten_by_kernels(candidate)
 
     def _slow_first(self, candidates: list[Candidate], count: int) -> list[Candidate]:
@@ -156,6 +175,14 @@ class Search:
         unknown = [name for name in (twin, eager) if self.report.row(name) is None]
         return twin in self._all and bool(unknown)
 
+    def _follows_regions(self, candidate: Candidate) -> bool:
+        """Whether it compiles the whole model, and what its regions give is not known yet.
+
+        Beside these, the whole would make all set-ups longer: it comes when nothing else is left.
+        """
+        known = self._of_regions().values()
+        return is_whole_inductor(candidate) and any(row is None for row in known)
+
     def _beaten_by_its_graph(self, candidate: Candidate) -> str:
         """A graph runs the same kernels, and the host is the limit."""
         if self.device.type != "cuda" or self._share(f"{EAGER}+graph") > _HOST_LIMITED:
@@ -170,6 +197,30 @@ class Search:
             f"cannot win: {twin} runs the same kernels as a graph, and the host is the limit here "
             f"(eager takes {duration(eager)}, and {duration(graphed)} in a graph)"
         )
+
+    def _beaten_by_regions(self, candidate: Candidate) -> str:
+        """Inductor has compiled the same operations, region by region, and others are faster."""
+        found = self._of_regions()
+        if not is_whole_inductor(candidate) or None in found.values():
+            return ""
+        regions = min(found, key=self._share, default="")
+        best = self._best()
+        if (
+            best is None
+            or not _WHOLE * self._share(best.strategy) < self._share(regions) < math.inf
+        ):
+            return ""
+        return (
+            f"cannot win: {regions} compiles the same operations, region by region, and takes "
+            f"{duration(self._seconds(regions))}; {best.strategy} takes "
+            f"{duration(self._seconds(best.strategy))}"
+        )
+
+    def _of_regions(self) -> dict[str, Row | None]:
+        """What is known of regional compilation under graphs, which takes less time."""
+        every = self._all.values()
+        names = [each.name for each in every if each.compiler is REGIONAL and each.runner]
+        return {name: self.report.row(name) for name in names}
 
     def _beaten_by_kernels(self, candidate: Candidate) -> str:
         """It runs eager's kernels, and something else is faster than these alone."""
@@ -253,8 +304,8 @@ class Search:
             other = self._all.get(row.strategy)
             if other is None or _family(other) != _family(candidate):
                 continue
-            if row.status in (Status.FAILED, Status.UNAVAILABLE, Status.CRASHED, Status.TIMED_OUT):
-                found.append(0.5)  # What stopped one often stops the others.
+            if row.status in _STOPPED:
+                found.append(0.5)
             elif self._share(row.strategy) < math.inf and not row.unsteady:
                 found.append(1 / self._share(row.strategy) / usual(other, self.device)[0])
         return statistics.median(found) if found else 1.0

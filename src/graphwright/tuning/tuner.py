@@ -73,7 +73,7 @@ _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # a CPU one candidate waits for the other. Compilers begin after so many seconds, and take so many
 # times as long beside others.
 MOST_BUDGET_S = {"cpu": 120.0, "cuda": 90.0}
-_BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.6
+_BEFORE_SET_UPS_S, _BESIDE_OTHERS = 6.0, 1.6
 # Calls with objects of what was chosen, and of the model itself, before either is taken; and the
 # least where the budget is spent.
 _ROUNDS_WITH_OBJECTS, _LEAST_ROUNDS = 21, 3
@@ -148,9 +148,9 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 60 s a sample, up to 120 s on a CPU and 90 s on a GPU
-            where compilers or long calls need it, and for no limit where `strategies` are named,
-            the search is `exhaustive` or the objective is "cold_start".
+            reported as not tried. None for 60 s a sample on a CPU and 50 s on a GPU, up to 120 s
+            and 90 s where compilers or long calls need it, and for no limit where `strategies` are
+            named, the search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
             the model: memory of the GPU for a model there, else of the host. By default most of
@@ -279,6 +279,8 @@ class Tuning:
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
         self._budget_s = asked.limits.budget_s
+        # When eager has been timed, in seconds; None until then, and where candidates are named.
+        self._compilers_begin_s: float | None = None
         isolate = ISOLATED if asked.isolate is None else asked.isolate
         self._search = Search(
             self.report,
@@ -362,7 +364,9 @@ class Tuning:
                 progress.row(row)
                 if row.strategy == EAGER and not self.asked.named:
                     self.report.host_s = self._host_seconds()
-                    self._give_compilers_time()
+                    self._compilers_begin_s = time.monotonic() - self._started
+                self._give_compilers_time()
+                if row.strategy == EAGER and not self.asked.named:
                     self._tell_the_least()
                 self._drop_the_beaten()
                 self._end_in_time_for_the_best()
@@ -475,21 +479,23 @@ class Tuning:
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need it: the model has many operations.
 
+        On a GPU that is for the quickest way to have PyTorch's compiler: by regions, or as a whole.
         On a CPU nothing goes on beside a set-up: there it is for one set-up of each compiler.
         """
         asked, terms, search = self.asked, self._screening.terms, self._search
-        if asked.limits.budgeted or self._budget_s is None:
+        if asked.limits.budgeted or self._budget_s is None or self._compilers_begin_s is None:
             return
-        search_s = time.monotonic() - self._started
+        search_s = self._compilers_begin_s
         if asked.device.type == "cuda":
-            set_up_s = search.longest_set_up_s() * len(asked.calls)
+            set_up_s = search.compiler_set_up_s() * len(asked.calls)
             search_s += _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         else:
             search_s += search.one_after_the_other_s() * len(asked.calls)
         needed_s = math.ceil(search_s / (1 - FINALISTS_SHARE))
         most_s = MOST_BUDGET_S[asked.device.type] * len(asked.calls)
-        self._budget_s = max(self._budget_s, min(needed_s, most_s))
-        terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
+        if min(needed_s, most_s) > self._budget_s:
+            self._budget_s = min(needed_s, most_s)
+            terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
     def _tell_the_least(self) -> None:
         """Note that the budget is less than what comes before the search."""
