@@ -146,7 +146,8 @@ def main() -> None:
 @click.option(
     "--budget",
     type=_Seconds(),
-    help="Aim to take no longer than this: 120s or 2m; by default 50s on a GPU, 60s to 120s on a CPU.",
+    help="Aim to take no longer than this: 120s or 2m; by default 50s to 90s on a GPU, 60s to "
+    "120s on a CPU.",
 )
 @click.option(
     "--exhaustive", is_flag=True, help="Also try strategies that cannot win, with no time limit."

@@ -20,8 +20,8 @@ from ..report.report import Report
 from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Candidate
-from ..strategies.registry import is_slow, is_whole_inductor, kernels_of, usual
 from ..strategies.regional import REGIONAL
+from ..strategies.registry import is_slow, is_whole_inductor, kernels_of, usual
 
 # A prediction may be too low by this factor.
 _HOPE = 1.3
