@@ -396,6 +396,31 @@ def test_the_search_ends_early_enough_to_build_the_best() -> None:
     assert tuning._screening.terms.deadline == 0.0
 
 
+@pytest.mark.parametrize(
+    ("setup_s", "budget_s", "given", "raised_s"),
+    [(30.0, None, False, 55 + 4 + 30), (30.0, 60.0, True, 60), (300.0, None, False, 60)],
+)
+def test_a_default_budget_has_time_to_build_the_best(
+    setup_s: float, budget_s: float | None, given: bool, raised_s: float
+) -> None:
+    """What was found late is not lost, unless that would take too long, or a budget was given."""
+    model, x = small()
+    tuning = Tuning(model, (x,), budget_s=budget_s)
+    assert tuning.asked.limits.budgeted is given
+    for name, seconds in (("eager", 1e-3), ("torchscript:freeze", 0.5e-3)):
+        times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[1e-3] * 5)}
+        tuning.report.rows.append(Row(name, Status.OK, setup_s=setup_s, **times))
+    tuning._kept["eager"] = [Built(model)]
+    tuning._started -= 55.0
+    tuning._screening.terms.deadline = time.monotonic() + 1.0
+    tuning._end_in_time_for_the_best()
+    assert tuning._budget_s == pytest.approx(raised_s, abs=1.0)
+    assert tuning._screening.terms.budget_s == tuning._budget_s
+    ends = tuning._screening.terms.deadline
+    assert ends is not None
+    assert ends - time.monotonic() < 0.5  # The search takes no longer.
+
+
 def test_time_is_kept_for_verifying_here_and_once_more_at_the_end() -> None:
     model, x = small()
     tuning = Tuning(model, (x,), strategies=["torchscript"], budget_s=100)

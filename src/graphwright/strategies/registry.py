@@ -68,7 +68,12 @@ _ON_REQUEST = {
     xla.XLA.name,
 }
 # Compilers that call the kernels that eager calls.
-_EAGER_KERNELS = {eager.NO_GRAD.name, eager.INFERENCE_MODE.name, torchscript.SCRIPT.name}
+_EAGER_KERNELS = {
+    eager.NO_GRAD.name,
+    eager.INFERENCE_MODE.name,
+    torchscript.SCRIPT.name,
+    aot_autograd.AOT_AUTOGRAD.name,
+}
 _BY_NAME = {compiler.name: compiler for compiler in COMPILERS}
 # On a CPU, regions are as fast as the whole, and their set-up is not much shorter there.
 _ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name, regional.REGIONAL.name}
@@ -78,7 +83,6 @@ _UNDER_GRAPH = (
     fused.FUSED,
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
-    aot_autograd.AOT_AUTOGRAD,
     regional.REGIONAL,
     inductor.INDUCTOR,
     inductor.FREEZE,

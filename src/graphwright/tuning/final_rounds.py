@@ -23,9 +23,11 @@ from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
-# About the share of a worker's set-up that one takes here, where Inductor finds on disk what it has
-# compiled; with frozen weights that is only its kernels. What others do is done again, most of it.
+# About the share of a worker's set-up that one takes here, where Inductor and Triton find on disk
+# what they have compiled, and nothing else is set up meanwhile; with frozen weights Inductor finds
+# only its kernels. What others do is done again, most of it.
 _SHARES_HERE = {
+    "fused": 0.6,
     "inductor": 0.15,
     "inductor:regional": 0.3,
     "inductor:reduce-overhead": 0.15,

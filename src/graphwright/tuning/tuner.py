@@ -460,21 +460,43 @@ class Tuning:
 
         Unless there is no time for that at all: then others are of more use.
         """
-        report, terms, now = self.report, self._screening.terms, time.monotonic()
-        ends = self._search_ends()
+        terms, now = self._screening.terms, time.monotonic()
+        ends, needed_s = self._search_ends(), self._seconds_for_the_best()
         if self._budget_s is None or ends is None or terms.deadline is None or now > terms.deadline:
             return
+        if needed_s is not None:
+            self._give_the_best_time(needed_s)
+            last = self._started + self._budget_s - needed_s
+            ends = min(ends, last) if now <= last else ends
+        terms.deadline = ends
+
+    def _seconds_for_the_best(self) -> float | None:
+        """Seconds to build here and to time what is the best so far; None if there is nothing."""
+        report = self.report
         near = [row for row in near_best(report) if row.strategy not in self._kept]
         if report.objective in OF_TIME:
             near = [row for row in near if report.cost(row) < 1]
-        if near:
-            first = first_to_build(report, near, self._by_name)
-            timed = [first, *filter(None, [report.row(EAGER)])]
-            rounds_s = min(_LAST_ROUNDS_S, FINALISTS_SHARE * self._budget_s)
-            rounds_s = max(rounds_s, least_rounds_s(report, timed))
-            last = self._started + self._budget_s - rounds_s - seconds_here(first, self._by_name)
-            ends = min(ends, last) if now <= last else ends
-        terms.deadline = ends
+        if not near or self._budget_s is None:
+            return None
+        first = first_to_build(report, near, self._by_name)
+        timed = [first, *filter(None, [report.row(EAGER)])]
+        rounds_s = min(_LAST_ROUNDS_S, FINALISTS_SHARE * self._budget_s)
+        rounds_s = max(rounds_s, least_rounds_s(report, timed))
+        return rounds_s + seconds_here(first, self._by_name)
+
+    def _give_the_best_time(self, needed_s: float) -> None:
+        """Raise a default budget where the best so far could not be built here within it.
+
+        The search takes no longer for that.
+        """
+        if self.asked.limits.budgeted or self._budget_s is None:
+            return
+        all_s = math.ceil(time.monotonic() - self._started + needed_s)
+        if self._budget_s < all_s <= self._most_budget_s():
+            self._budget_s = self._screening.terms.budget_s = all_s
+
+    def _most_budget_s(self) -> float:
+        return MOST_BUDGET_S[self.asked.device.type] * len(self.asked.calls)
 
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need it: the model has many operations.
@@ -491,10 +513,9 @@ class Tuning:
             search_s += _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         else:
             search_s += search.one_after_the_other_s() * len(asked.calls)
-        needed_s = math.ceil(search_s / (1 - FINALISTS_SHARE))
-        most_s = MOST_BUDGET_S[asked.device.type] * len(asked.calls)
-        if min(needed_s, most_s) > self._budget_s:
-            self._budget_s = min(needed_s, most_s)
+        needed_s = min(math.ceil(search_s / (1 - FINALISTS_SHARE)), self._most_budget_s())
+        if needed_s > self._budget_s:
+            self._budget_s = needed_s
             terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
     def _tell_the_least(self) -> None:
@@ -609,6 +630,8 @@ class Tuning:
     def _final_rounds(self) -> None:
         """Time the finalists again, here and in common rounds with eager."""
         self._drop_the_beaten()
+        if (needed_s := self._seconds_for_the_best()) is not None:
+            self._give_the_best_time(needed_s)
         rounds = FinalRounds(
             self.report,
             self.evaluator,
