@@ -33,6 +33,7 @@ else:
 
 
 __all__ = [
+    "Accelerated",
     "ArtifactError",
     "BackgroundModule",
     "Buckets",
@@ -68,6 +69,7 @@ __all__ = [
     "TunedModule",
     "VerificationError",
     "__version__",
+    "accelerate",
     "capture",
     "capturing",
     "check",

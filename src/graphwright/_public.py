@@ -43,6 +43,8 @@ from .ops.custom.extension import extension as extension
 from .ops.custom.triton_operator import triton_op as triton_op
 from .profiler.profile import Profile as Profile
 from .profiler.profiler import profile as profile
+from .programs.acceleration import Accelerated as Accelerated
+from .programs.acceleration import accelerate as accelerate
 from .programs.inspection import ProgramInspection as ProgramInspection
 from .programs.inspector import inspect as inspect
 from .report.report import Report as Report

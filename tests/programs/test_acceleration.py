@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.programs import acceleration
+from graphwright.programs import part_tuning
 from graphwright.programs.acceleration import Accelerated, accelerate
 
 
@@ -48,7 +48,10 @@ class Stub:
 
     def __init__(self, called: Callable[..., Any], kind: str) -> None:
         self.called, self.kind, self.calls = called, kind, Counter[str]()
-        self.report = SimpleNamespace(chosen="eager" if kind == "eager" else "stub")
+        self.report = SimpleNamespace(
+            chosen="eager" if kind == "eager" else "stub", eager_error=None
+        )
+        self._choice = SimpleNamespace(fallback=SimpleNamespace(missed=None))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls["tuned"] += 1
@@ -69,13 +72,15 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     kinds: dict[str, Any] = {"forward": "right", "decode": "right", "asked": []}
 
     def tune(called: Any, args: Any = (), kwargs: Any = None, **options: Any) -> Any:
+        if "buckets" in options:
+            return Stub(called, "eager")
         kinds["asked"].append((called, args, options))
         kind = kinds["forward" if isinstance(called, nn.Module) else called.__name__]
         if isinstance(kind, BaseException):
             raise kind
         return Stub(called, kind)
 
-    monkeypatch.setattr(acceleration, "tune", tune)
+    monkeypatch.setattr(part_tuning, "tune", tune)
     return kinds
 
 
@@ -110,7 +115,7 @@ def test_what_is_right_and_faster_is_kept_and_undone(
     assert isinstance(first, Slow)
     assert second.__name__ == "decode"
     assert len(options["samples"]) == 2
-    assert options["budget_s"] + others["budget_s"] == pytest.approx(9.0)
+    assert options["budget_s"] + others["budget_s"] == pytest.approx(9.0, abs=0.5)
     assert options["allow"] == ("bf16",)
     found.undo()
     assert (program.encoder, program.decoder) == before
@@ -122,7 +127,7 @@ def test_what_is_right_and_faster_is_kept_and_undone(
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("wrong", "the result of call 0 is wrong with it: off by"),
+        ("wrong", "the result of call 0 differs: off by"),
         ("slower", "the whole gains nothing with it"),
         ("eager", "eager is the fastest"),
         (gw.SignatureError("It cannot be compared."), "It cannot be compared."),

@@ -82,9 +82,11 @@ def test_a_candidate_computes_the_same_or_says_why_it_cannot(
         {"scale": torch.rand(4, 1, device=device)},
     )
     ref = reference(model, model, call)
+    before = [set(vars(each)) for each in model.modules()]
     built = candidate.build(model, call.args, call.kwargs)
     verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
     assert verdict.ok, verdict.reason
+    assert [set(vars(each)) for each in model.modules()] == before
     result = built.call(*call.args, **call.kwargs)
     expected = model(*call.args, **call.kwargs)
     assert result["features"].stride() == expected["features"].stride()

@@ -74,6 +74,8 @@ class ModelFallback(Fallback):
 
     Attributes:
         calls: how many calls went which way, those that were answered too.
+        missed: is told the arguments of each call that was not tuned, before it runs; None for
+            nobody.
 
     Args:
         module: what was tuned.
@@ -87,6 +89,7 @@ class ModelFallback(Fallback):
         words = None if quiet else functools.partial(_words, module)
         super().__init__(words, on_miss, self._count_eager)
         self.calls: Counter[str] = Counter()
+        self.missed: Callable[[Args, Kwargs], object] | None = None
         self._module = module
         self._turns = turns_of(module, getattr(module, "_function", None))
 
@@ -123,6 +126,8 @@ class ModelFallback(Fallback):
             self.refuse(f"{kind} ({how.rstrip('.')})." if how else f"{kind}.")
         self.tell(kind, how)
         self.count(kind)
+        if self.missed is not None and kind in (OTHER, NO_BUCKET):
+            self.missed(args, kwargs)
         with self._turns.calling():
             return call(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import types
 from collections import Counter
@@ -67,6 +68,7 @@ class Inspecting:
     """One inspection, and what it has seen.
 
     Attributes:
+        modules: the outermost modules of the program, by where they are.
         owners: the modules of the methods that are called.
         samples: calls of those that can take part, one of each kind, with their arguments.
         left_out: where modules are that cannot be looked into, with their classes.
@@ -88,17 +90,20 @@ class Inspecting:
     ) -> None:
         if not calls:
             raise OptionError("calls is empty.", remedy="Pass a few calls as your users make them.")
-        self._outermost = modules_inside(program, run)
-        if not self._outermost:
+        self.modules = modules_inside(program, run)
+        if not self.modules:
             raise OptionError(
                 f"No module was found inside of {name_of(program)}.",
                 remedy="Pass the object that holds the modules, or a function that names it.",
             )
         self._program, self._calls, self._run = program, calls, run or call_as_given
-        self.device = device_of(self._outermost.values())
+        self.device = device_of(self.modules.values())
         self.owners: dict[ModuleMethod, nn.Module] = {}
         self.samples: dict[ModuleMethod, list[ObservedCall]] = {}
         self.left_out: dict[str, str] = {}
+        self._rows: list[CalledMethod] = []
+        # Of methods that were looked at before: whether they can take part, and why.
+        self._verdicts: dict[ModuleMethod, tuple[bool, str]] = {}
 
     def inspected(self) -> ProgramInspection:
         """Run the program and look at what it calls."""
@@ -106,13 +111,14 @@ class Inspecting:
             self._run(self._program, call)  # First calls take longer.
         seen, seconds = self._observed(frozenset())
         rows, self.owners = _rows(seen)
+        self._rows = rows
         self._look_for_parts(rows)
         return ProgramInspection(name_of(self._program), seconds, rows, self.left_out)
 
     def _observed(self, wanted: frozenset[ModuleMethod]) -> tuple[list[ObservedCall], list[float]]:
         """What is called in a run of all calls, and the seconds of each."""
         seconds = []
-        with CallsObserver(self._outermost, self.device, wanted) as observer:
+        with CallsObserver(self.modules, self.device, wanted) as observer:
             for call in self._calls:
                 began = time.perf_counter()
                 self._run(self._program, call)
@@ -128,19 +134,34 @@ class Inspecting:
         for _ in range(_MAX_DEPTH):
             if not level:
                 return
-            wanted = frozenset(row.target for row in level)
-            calls, _ = self._observed(wanted)
-            samples: dict[ModuleMethod, list[ObservedCall]] = {}
-            for call in calls:
-                if call.sample is not None:
-                    samples.setdefault(call.target, []).append(call)
-            for row in level:
-                mine = samples.get(row.target, [])
-                row.takes_part, row.reason = _can_take_part(row, self.owners[row.target], mine)
-                if row.takes_part:
-                    self.samples[row.target] = mine
+            self._look_at(level)
             refused = {number for number, row in enumerate(rows) if row.takes_part is False}
             level = [row for row in rows if row.inside in refused and row.takes_part is None]
+
+    def _look_at(self, level: Sequence[CalledMethod]) -> None:
+        """Say of some methods whether they can take part."""
+        wanted = frozenset(row.target for row in level)
+        calls, _ = self._observed(wanted)
+        samples: dict[ModuleMethod, list[ObservedCall]] = {}
+        for call in calls:
+            if call.sample is not None:
+                samples.setdefault(call.target, []).append(call)
+        for row in level:
+            mine = samples.get(row.target, [])
+            if row.target not in self._verdicts:
+                module = self.owners[row.target]
+                self._verdicts[row.target] = _can_take_part(row, module, mine)
+            row.takes_part, row.reason = self._verdicts[row.target]
+            if row.takes_part:
+                self.samples[row.target] = mine
+
+    def parts_inside(self, row: CalledMethod) -> list[CalledMethod]:
+        """The methods called inside of one that cannot be tuned after all, which could be."""
+        number = next(n for n, each in enumerate(self._rows) if each is row)
+        level = [each for each in self._rows if each.inside == number and each.takes_part is None]
+        if level:
+            self._look_at(level)
+        return [each for each in level if each.takes_part]
 
 
 def _rows(
@@ -204,7 +225,8 @@ def _can_take_part(
         return False, "it is in train mode: call .eval()"
     if not samples:
         return False, "its calls differ from run to run, or their arguments cannot be copied"
-    for call in samples:
+    by_size = sorted(samples, key=lambda call: sum(map(math.prod, call.sizes.values())))
+    for call in {id(each): each for each in (samples[0], by_size[0], by_size[-1])}.values():
         assert call.sample is not None
         called: Any = module if row.target.method == FORWARD else getattr(module, row.target.method)
         try:

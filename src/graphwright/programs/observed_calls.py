@@ -176,7 +176,7 @@ class CallsObserver:
         args: Args,
         kwargs: dict[str, Any],
     ) -> ObservedCall:
-        arguments, sizes = _described(positional, args, kwargs)
+        arguments, sizes = described(positional, args, kwargs)
         call = ObservedCall(
             target,
             module,
@@ -258,7 +258,7 @@ def _positional(method: Callable[..., Any]) -> list[str]:
     ]
 
 
-def _described(
+def described(
     positional: Sequence[str], args: Args, kwargs: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     """What the arguments are in words, and the shapes of tensors, by name."""

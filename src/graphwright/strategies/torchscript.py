@@ -42,6 +42,18 @@ _PROFILING_RUNS = 3
 _SCRIPT, _CALL = "script.pt", "call.json"
 # Operations of oneDNN's from which numbers come out where PyTorch gives NaN.
 _LOSE_NAN = ("relu", "sigmoid", "max_pool2d")
+_OVERLOADS = "__overloads__"
+
+
+@contextlib.contextmanager
+def _unmarked(model: nn.Module) -> Iterator[None]:
+    """TorchScript notes in a module which of its methods are overloaded: that is no attribute."""
+    without = [vars(each) for each in model.modules() if _OVERLOADS not in vars(each)]
+    try:
+        yield
+    finally:
+        for attributes in without:
+            attributes.pop(_OVERLOADS, None)
 
 
 class _Read(Flat):
@@ -146,7 +158,8 @@ class TorchScript:
         )
 
     def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Scripted:
-        script = torch.jit.script(model)
+        with _unmarked(model):
+            script = torch.jit.script(model)
         # torch's stubs leave the method out.
         if script.inlined_graph.findAllNodes("prim::SetAttr", recurse=True):  # type: ignore[attr-defined]
             raise StrategyFailed("the model replaces what it holds, and a script what is its own")
@@ -167,14 +180,16 @@ class TorchScript:
         before = state.marks()
         # A trace of its own: beside a mode, some operations are traced as constants.
         observed = _Read(model, flat.call)
-        torch.jit.trace(observed, samples, check_trace=False, strict=False)
+        with _unmarked(model):
+            torch.jit.trace(observed, samples, check_trace=False, strict=False)
         if observed.reads.read is not None:
             raise StrategyFailed(
                 f"the model reads a value that depends on its inputs ({observed.reads.read}), and "
                 "a trace goes on with this one for ever"
             )
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
-        traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
+        with _unmarked(model):
+            traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
         replaced = [name for name, (now, _) in state.marks().items() if now != before[name][0]]
         if replaced:
             raise StrategyFailed(f"the model replaces its {replaced[0]}, and a trace does not")

@@ -1,0 +1,204 @@
+"""A program as a whole: whether its results are still right, and how long its calls take.
+
+A program may amplify rounding, as ten steps of a diffusion do. So where its results differ by more
+than other kernels usually make, they are compared with how much they differ if a part's own results
+are off by as much as the part may be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..calls.objects import flatten_result, map_tensors
+from ..errors import VerificationError
+from ..evaluation.accuracy import ErrorMeasure, difference, error_of, special_values, worse
+from .installation import Answer, install, twin_of, uninstall
+
+# Rounds of both in turns, fewer where it is clear by then which is faster, and seconds after which
+# no further round begins.
+_ROUNDS, _CLEAR_ROUNDS, _TIMING_S = 7, 3, 5.0
+_SEED = 0
+# Runs with a part's results off, and how many times as much as in the worst of them is right.
+_PERTURBED_RUNS, _TIMES_ROUNDING = 3, 2.0
+# By call and by leaf of its result.
+Errors = list[list[ErrorMeasure | None]]
+
+
+class WholeProgram:
+    """A program with its calls, and the results that these have before anything is changed.
+
+    Args:
+        program: what is run.
+        calls: what it is called with, and timed.
+        held_out: other calls: their results are compared, too.
+        run: runs the program on a call.
+        device: where it runs.
+
+    Raises:
+        VerificationError: two runs of the same calls disagree, though random numbers are the same.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        calls: Sequence[Any],
+        held_out: Sequence[Any],
+        run: Callable[[Any, Any], Any],
+        device: torch.device,
+    ) -> None:
+        self._program, self._run, self._device = program, run, device
+        self._calls = list(calls)
+        self._names = [f"call {n}" for n in range(len(calls))]
+        self._names += [f"held-out call {n}" for n in range(len(held_out))]
+        self._compared = [*calls, *held_out]
+        self._expected = [self._leaves(call) for call in self._compared]
+        wrong = self.difference()
+        if wrong is not None:
+            raise VerificationError(
+                f"Two runs of the program with the same calls disagree: {wrong}.",
+                remedy="Pass run= with a function that makes a run repeatable, by a seed, say.",
+            )
+
+    def difference(self, allowed: Errors | None = None) -> str | None:
+        """How the results differ from those from before, in words; None where they do not.
+
+        Args:
+            allowed: how far each may be off, if that is more than other kernels usually make.
+        """
+        for number, (call, expected) in enumerate(zip(self._compared, self._expected, strict=True)):
+            found = self._leaves(call)
+            if len(found) != len(expected):
+                return f"{self._names[number]} returns another structure"
+            for place, (mine, its) in enumerate(zip(found, expected, strict=True)):
+                wrong = difference(mine, its, other_kernels=True)
+                if wrong is None or (allowed and _is_within(mine, its, allowed[number][place])):
+                    continue
+                return f"the result of {self._names[number]} differs: {wrong}"
+        return None
+
+    def errors_by_rounding(self, module: nn.Module, method: str, rms: float) -> Errors:
+        """How far results may be off: as far as where a part's own results are off.
+
+        Args:
+            module: whose method the part is.
+            method: its name.
+            rms: how far its results are off, relative to their root mean square.
+        """
+        found: Errors = [[None] * len(leaves) for leaves in self._expected]
+        for seed in range(_PERTURBED_RUNS):
+            answers = {method: _perturbed(getattr(twin_of(module), method), rms, seed)}
+            install(module, answers)
+            try:
+                results = [self._leaves(call) for call in self._compared]
+            finally:
+                uninstall(module, answers)
+            for errors, mine, expected in zip(found, results, self._expected, strict=True):
+                for place, (one, its) in enumerate(zip(mine, expected, strict=False)):
+                    if _is_like(one, its):
+                        errors[place] = worse(errors[place], error_of(one, its, its)[0])
+        return found
+
+    def timed_in_turns(
+        self, module: nn.Module, answers: Mapping[str, Answer]
+    ) -> tuple[float, float]:
+        """Seconds of all calls without and with what is installed; it is installed at the end."""
+        without, among = [], []
+        began = time.monotonic()
+        for _ in range(_ROUNDS):
+            uninstall(module, answers)
+            without.append(self._seconds())
+            install(module, answers)
+            among.append(self._seconds())
+            clear = max(among) < min(without) or max(without) < min(among)
+            if (clear and len(among) >= _CLEAR_ROUNDS) or time.monotonic() - began > _TIMING_S:
+                break
+        return statistics.median(without), statistics.median(among)
+
+    def _seconds(self) -> float:
+        self._wait()
+        began = time.perf_counter()
+        for call in self._calls:
+            self._run(self._program, call)
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _leaves(self, call: Any) -> list[Any]:
+        """The leaves of a result, with tensors of their own."""
+        with same_draws():
+            result = self._run(self._program, call)
+        leaves, _ = flatten_result(_as_tensors(result))
+        return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _as_tensors(result: Any) -> Any:
+    """A result with tensors in place of NumPy's arrays."""
+    if isinstance(result, np.ndarray) and result.dtype.kind in "fiub":
+        return torch.from_numpy(result.copy())
+    if isinstance(result, (list, tuple)):
+        return [_as_tensors(each) for each in result]
+    if isinstance(result, dict):
+        return {key: _as_tensors(each) for key, each in result.items()}
+    return result
+
+
+def _is_like(a: Any, b: Any) -> bool:
+    """Whether both are tensors of floating-point numbers that can be compared."""
+    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return tensors and a.is_floating_point() and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _is_within(mine: Any, its: Any, allowed: ErrorMeasure | None) -> bool:
+    """Whether a result is not further off than what rounding makes of it."""
+    if allowed is None or not _is_like(mine, its):
+        return False
+    error, _ = error_of(mine, its, its)
+    near = error.rms <= _TIMES_ROUNDING * allowed.rms
+    near = near and error.max <= _TIMES_ROUNDING * allowed.max
+    return near and torch.equal(special_values(mine), special_values(its))
+
+
+def _perturbed(original: Callable[..., Any], rms: float, seed: int) -> Answer:
+    """The same method, its results off by so much of their root mean square."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def off(leaf: torch.Tensor) -> torch.Tensor:
+        if not leaf.is_floating_point() or not leaf.numel():
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf.device)
+        size = torch.linalg.vector_norm(leaf.double()) / leaf.numel() ** 0.5
+        made: torch.Tensor = (leaf.double() + rms * size * noise).to(leaf.dtype)
+        return made
+
+    def perturbed(*args: Any, **kwargs: Any) -> Any:
+        return map_tensors(off, original(*args, **kwargs))
+
+    return perturbed
+
+
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """The same random numbers in each block, and none for what comes after it."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(_SEED)
+            random.seed(_SEED)
+            np.random.seed(_SEED)
+            yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(of_numpy)
