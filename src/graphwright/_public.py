@@ -1,7 +1,5 @@
 """What `graphwright` shows. It is apart from it since the command's help needs none of it."""
 
-from .artifacts.loading import load as load
-from .artifacts.saving import save as save
 from .artifacts.tuned_module import TunedModule as TunedModule
 from .checker.checker import check as check
 from .checker.finding import Finding as Finding
@@ -43,10 +41,12 @@ from .ops.custom.extension import extension as extension
 from .ops.custom.triton_operator import triton_op as triton_op
 from .profiler.profile import Profile as Profile
 from .profiler.profiler import profile as profile
-from .programs.acceleration import Accelerated as Accelerated
+from .programs.accelerated import Accelerated as Accelerated
 from .programs.acceleration import accelerate as accelerate
 from .programs.inspection import ProgramInspection as ProgramInspection
 from .programs.inspector import inspect as inspect
+from .programs.saved_program import load as load
+from .programs.saved_program import save as save
 from .report.report import Report as Report
 from .serving.launch import serve as serve
 from .serving.model_config import ModelConfig as ModelConfig

@@ -14,7 +14,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.errors import VerificationError
 from graphwright.programs import acceleration
-from graphwright.programs.acceleration import Accelerated
+from graphwright.programs.accelerated import Accelerated
 
 _SLOW_S = 2e-3
 OPTIONS: dict[str, Any] = {
@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "remember": False,
     "isolate": False,
     "progress": False,
+    "budget_s": 4.0,
 }
 pytestmark = pytest.mark.filterwarnings(
     "ignore::graphwright.FallbackWarning", "ignore::DeprecationWarning"

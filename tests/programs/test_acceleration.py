@@ -14,7 +14,8 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.programs import part_tuning
-from graphwright.programs.acceleration import Accelerated, accelerate
+from graphwright.programs.accelerated import Accelerated
+from graphwright.programs.acceleration import accelerate
 
 
 class Slow(nn.Module):

@@ -41,6 +41,20 @@ class SharedSize:
         return f"{', '.join(names)}: {self.low} to {self.high}"
 
 
+def varying_of(sizes: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SharedSize]:
+    """Dimensions that vary, together with those that always have the same size."""
+    places: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    for name, first in sizes[0].items():
+        shapes = [each.get(name, ()) for each in sizes]
+        if any(len(shape) != len(first) for shape in shapes):
+            continue
+        for dimension in range(len(first)):
+            found = tuple(shape[dimension] for shape in shapes)
+            if len({*found}) > 1:
+                places.setdefault(found, []).append((name, dimension))
+    return [SharedSize(tuple(each), min(found), max(found)) for found, each in places.items()]
+
+
 @dataclass
 class CalledMethod:
     """A method of a module in a program, and its calls inside of one other method.

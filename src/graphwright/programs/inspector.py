@@ -16,7 +16,7 @@ from ..calls.options import callable_problem, items_problem, names_checked, refu
 from ..checker.checker import check
 from ..checker.finding import Severity
 from ..errors import GraphwrightError, OptionError
-from .inspection import CalledMethod, ProgramInspection, SharedSize
+from .inspection import CalledMethod, ProgramInspection, varying_of
 from .observed_calls import FORWARD, CallsObserver, ModuleMethod, ObservedCall
 from .program_modules import modules_inside
 
@@ -198,21 +198,7 @@ def _fill_in(row: CalledMethod, calls: Sequence[ObservedCall]) -> None:
     row.host_s = sum(call.host_s for call in calls)
     device = [call.device_s for call in calls if call.device_s is not None]
     row.device_s = sum(device) if device else None
-    row.varying = _varying([call.sizes for call in calls])
-
-
-def _varying(sizes: Sequence[Mapping[str, tuple[int, ...]]]) -> list[SharedSize]:
-    """Dimensions that vary, together with those that always have the same size."""
-    places: dict[tuple[int, ...], list[tuple[str, int]]] = {}
-    for name, first in sizes[0].items():
-        shapes = [each.get(name, ()) for each in sizes]
-        if any(len(shape) != len(first) for shape in shapes):
-            continue
-        for dimension in range(len(first)):
-            found = tuple(shape[dimension] for shape in shapes)
-            if len({*found}) > 1:
-                places.setdefault(found, []).append((name, dimension))
-    return [SharedSize(tuple(each), min(found), max(found)) for found, each in places.items()]
+    row.varying = varying_of([call.sizes for call in calls])
 
 
 def _can_take_part(

@@ -142,7 +142,7 @@ class CallsObserver:
     def _observed(
         self, target: ModuleMethod, module: nn.Module, original: Callable[..., Any]
     ) -> Callable[..., Any]:
-        positional = _positional(original)
+        positional = positional_of(original)
 
         @functools.wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
@@ -245,7 +245,7 @@ def _methods_of(module: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def _positional(method: Callable[..., Any]) -> list[str]:
+def positional_of(method: Callable[..., Any]) -> list[str]:
     """The names of parameters that may be passed by position, in order."""
     try:
         parameters = inspect.signature(method).parameters.values()

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.tuned_module import TunedModule
+from ..artifacts.tuned_module import TunedModule, choice_of, of_tensors
 from ..calls.split import Args, Kwargs, tensors_of
 from ..errors import SignatureError
 from ..generation.generator import GraphedGenerator, graph_generate
 from ..report.result import EAGER
 from ..shapes.buckets import Buckets, SizesSeen
 from ..tuning.tuner import tune
-from .inspection import SharedSize
+from .inspection import SharedSize, varying_of
 from .installation import twin_of
-from .observed_calls import FORWARD, ModuleMethod, ObservedCall
+from .observed_calls import FORWARD, ModuleMethod, ObservedCall, described, positional_of
 
-# The method that graph_generate() answers.
-GENERATE = "generate"
+# The method that graph_generate() answers, and how that is called.
+GENERATE, GENERATE_BY = "generate", "graph_generate"
 # Kinds of calls of one part that are tuned for, the most frequent first.
 MOST_KINDS = 8
 # So many buckets, by device: on a CPU they are samples alone, of what takes any size.
@@ -53,9 +53,27 @@ class PartCalls:
 
     target: ModuleMethod
     samples: Sequence[tuple[Args, Kwargs]]
-    counts: Sequence[int]
+    counts: Sequence[float]
     sizes: Sequence[Mapping[str, tuple[int, ...]]]
     varying: Sequence[SharedSize]
+
+
+class GenerateAnswer:
+    """Answers calls of generate() by graphs."""
+
+    def __init__(self, generator: GraphedGenerator) -> None:
+        self.generator = generator
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How many calls went which way."""
+        made = self.generator.statistics
+        eager = {f"eager: {why}": count for why, count in made.eager.items()}
+        return Counter({"generated": made.calls, **eager})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate."""
+        return self.generator.generate(*args, **kwargs)
 
 
 def calls_of(
@@ -75,6 +93,20 @@ def calls_of(
         [call.sizes for call in with_samples],
         varying,
     )
+
+
+def calls_learned(
+    target: ModuleMethod, module: nn.Module, tuned: TunedModule, missed: Sequence[Any]
+) -> PartCalls:
+    """The calls that a method was tuned for, and others that it got since; these come first."""
+    origin = choice_of(of_tensors(tuned)).origin
+    known = [] if origin is None else [(s.call.args, s.call.kwargs) for s in origin.samples]
+    weights = [] if origin is None else [sample.weight for sample in origin.samples]
+    samples = [*missed, *known]
+    positional = positional_of(getattr(twin_of(module), target.method))
+    sizes = [described(positional, args, dict(kwargs))[1] for args, kwargs in samples]
+    counts = [*(1.0 for _ in missed), *weights]
+    return PartCalls(target, samples, counts, sizes, varying_of(sizes))
 
 
 def generator_of(module: nn.Module) -> GraphedGenerator:
@@ -128,9 +160,10 @@ def _tuned_for_any_size(
     for name, shared in zip(names, calls.varying, strict=True):
         for argument, dimension in shared.places:
             dynamic_shapes.setdefault(argument, {})[dimension] = name
-    seen: Counter[tuple[int, ...]] = Counter()
+    seen: dict[tuple[int, ...], float] = {}
     for sizes, count in zip(calls.sizes, calls.counts, strict=True):
-        seen[tuple(_size(sizes, shared) for shared in calls.varying)] += count
+        own = tuple(_size(sizes, shared) for shared in calls.varying)
+        seen[own] = seen.get(own, 0.0) + count
     largest = max(range(len(calls.sizes)), key=lambda n: _volume(calls.sizes[n]))
     chosen = dict(options)
     if device == "cpu" and chosen.get("strategies") is None:
@@ -154,7 +187,7 @@ def _tuned_for_any_size(
 
 def _buckets(
     names: Sequence[str],
-    seen: Mapping[tuple[int, ...], int],
+    seen: Mapping[tuple[int, ...], float],
     least: tuple[int, ...],
     device: str,
 ) -> Buckets:
@@ -163,7 +196,8 @@ def _buckets(
     What takes any size there answers smaller sizes than those seen, too, and somewhat larger ones.
     """
     between = Buckets.from_sizes(
-        SizesSeen(tuple(names), dict(seen)), max_graphs=_MOST_BUCKETS[device]
+        SizesSeen(tuple(names), {own: math.ceil(n) for own, n in seen.items()}),
+        max_graphs=_MOST_BUCKETS[device],
     )
     if device != "cpu":
         return between
@@ -171,7 +205,7 @@ def _buckets(
     return Buckets.from_points(names, {least, most, *between.points})
 
 
-def _weights(buckets: Buckets, seen: Mapping[tuple[int, ...], int]) -> dict[Any, float]:
+def _weights(buckets: Buckets, seen: Mapping[tuple[int, ...], float]) -> dict[Any, float]:
     """The share of calls that each bucket holds as the smallest, or hardly any."""
     found: dict[Any, float] = dict.fromkeys(buckets.points, _RARE)
     for sizes, count in seen.items():

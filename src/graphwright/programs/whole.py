@@ -108,15 +108,17 @@ class WholeProgram:
         return found
 
     def timed_in_turns(
-        self, module: nn.Module, answers: Mapping[str, Answer]
+        self, installed: Sequence[tuple[nn.Module, Mapping[str, Answer]]]
     ) -> tuple[float, float]:
         """Seconds of all calls without and with what is installed; it is installed at the end."""
         without, among = [], []
         began = time.monotonic()
         for _ in range(_ROUNDS):
-            uninstall(module, answers)
+            for module, answers in installed:
+                uninstall(module, answers)
             without.append(self._seconds())
-            install(module, answers)
+            for module, answers in installed:
+                install(module, answers)
             among.append(self._seconds())
             clear = max(among) < min(without) or max(without) < min(among)
             if (clear and len(among) >= _CLEAR_ROUNDS) or time.monotonic() - began > _TIMING_S:

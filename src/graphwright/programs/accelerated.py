@@ -1,0 +1,225 @@
+"""What accelerate() returns: a program with its parts, what answers them, and how it is undone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from torch import nn
+
+from ..artifacts.tuned_module import TunedModule
+from ..calls.plurals import counted
+from ..errors import GraphwrightError
+from ..report.result import EAGER
+from ..report.table import duration
+from .inspection import ProgramInspection
+from .installation import Answer, install, uninstall
+from .observed_calls import ModuleMethod
+from .part_answer import TunedAnswer
+from .part_tuning import calls_learned, tuned_for
+from .whole import WholeProgram
+
+# Seconds for tuning all parts, unless another budget is given.
+BUDGET_S = 90.0
+
+
+class PartAnswerer(Protocol):
+    """What answers a method's calls, and counts which way they went."""
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How many calls went which way."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call."""
+
+
+@dataclass
+class AcceleratedPart:
+    """A method of a module in an accelerated program.
+
+    Attributes:
+        target: the method.
+        share: of the program's time, before.
+        kept: whether something else answers its calls now.
+        chosen: what was found for it: a strategy, or "graph_generate"; "" for nothing.
+        reason: why it was kept, or left as it is.
+        tuned: what tuning has made of it; None if nothing is kept, and for generate().
+    """
+
+    target: ModuleMethod
+    share: float
+    kept: bool = False
+    chosen: str = ""
+    reason: str = ""
+    tuned: TunedModule | None = None
+    _module: nn.Module | None = field(default=None, repr=False)
+    _answer: PartAnswerer | None = field(default=None, repr=False)
+
+    @property
+    def calls(self) -> Counter[str]:
+        """How many calls went which way since it is installed."""
+        return Counter() if self._answer is None else Counter(self._answer.calls)
+
+    @property
+    def missed(self) -> int:
+        """How many kinds of calls were seen that it was not tuned for, and could be learned."""
+        return len(self._answer.missed) if isinstance(self._answer, TunedAnswer) else 0
+
+    def __str__(self) -> str:
+        chosen = f" by {self.chosen}" if self.kept else ""
+        return f"{self.share:4.0%}  {self.target}: {'answered' if self.kept else 'left'}{chosen}"
+
+
+class Accelerated:
+    """A program whose modules' calls are answered by what tuning has found: `accelerate` makes it.
+
+    Calls that nothing was tuned for go to the module itself and are counted; `learn` tunes for
+    them. A context manager whose end is `undo()`.
+
+    Attributes:
+        inspection: of the program, before anything was changed.
+        parts: the methods that could take part, and what became of each.
+        before_s: seconds of all calls before, the median of rounds.
+        after_s: the same by now, in the same rounds.
+        learner: tunes for calls that were seen since.
+    """
+
+    def __init__(self, inspection: ProgramInspection) -> None:
+        self.inspection = inspection
+        self.parts: list[AcceleratedPart] = []
+        self.before_s = self.after_s = sum(inspection.seconds)
+        self._installed: list[tuple[nn.Module, dict[str, Answer]]] = []
+        self._gained = False
+        self._lock = threading.RLock()
+        self.learner: PartLearner | None = None
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast the whole program is, end to end."""
+        return self.before_s / self.after_s if self.after_s else 1.0
+
+    def install(self, part: AcceleratedPart, module: nn.Module, answer: PartAnswerer) -> None:
+        """Have a part's calls answered, until `undo()`."""
+        answers: dict[str, Answer] = {part.target.method: answer}
+        self._installed.append((module, answers))  # So that an interruption takes it out.
+        install(module, answers)
+        part.kept, part._module, part._answer = True, module, answer
+        part.tuned = answer.tuned if isinstance(answer, TunedAnswer) else None
+
+    def take_out(self, part: AcceleratedPart) -> None:
+        """Have the module answer a part's calls itself, that was installed last."""
+        uninstall(*self._installed.pop())
+        part.kept, part.tuned, part._answer = False, None, None
+
+    @property
+    def installed(self) -> Sequence[tuple[nn.Module, Mapping[str, Answer]]]:
+        """What answers, by module and method."""
+        return self._installed
+
+    def undo(self) -> None:
+        """Put all modules back as they were; once is enough."""
+        with self._lock:
+            for module, answers in self._installed:
+                uninstall(module, answers)
+            self._installed.clear()
+            for part in self.parts:
+                part.kept, part.tuned, part._answer = False, None, None
+
+    def learn(self) -> int:
+        """Tune for the calls that were seen since and were not tuned for.
+
+        Other threads may call the program meanwhile: what answers is exchanged between calls.
+
+        Returns:
+            for how many kinds of calls something is tuned now that was not before.
+        """
+        with self._lock:
+            learner = self.learner
+            if learner is None:
+                return 0
+            return sum(learner.learn(part, self) for part in self.parts if part.missed)
+
+    def explain(self) -> str:
+        """What became of each part, the time of the whole, and how calls went since."""
+        head = f"{self.inspection.name}: {duration(self.before_s)} before, "
+        lines = [f"{head}{duration(self.after_s)} now ({self.speedup:.2f}×)"]
+        for part in self.parts:
+            lines += [str(part), f"        {part.reason}"]
+            ways = part.calls.most_common()
+            if ways:
+                lines.append(
+                    "        " + ", ".join(f"{counted(n, 'call')} {way}" for way, n in ways)
+                )
+            if part.missed:
+                lines.append(f"        {counted(part.missed, 'other kind')} of call: learn() tunes")
+        return "\n".join(lines)
+
+    def __enter__(self) -> Accelerated:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        kept = sum(part.kept for part in self.parts)
+        of = counted(len(self.parts), "part")
+        return f"<Accelerated {self.inspection.name}, {kept} of {of} answered>"
+
+
+@dataclass(frozen=True)
+class PartLearner:
+    """Tunes parts of an accelerated program for calls that were seen since.
+
+    Attributes:
+        options: of `tune`.
+        buckets: whether what is made may answer sizes between those that were seen.
+        whole: the program; None if its calls are not known, as after loading.
+    """
+
+    options: Mapping[str, Any]
+    buckets: bool = True
+    whole: WholeProgram | None = None
+
+    def learn(self, part: AcceleratedPart, found: Accelerated) -> int:
+        """Tune a part for the calls it was not tuned for; the number of their kinds, or 0."""
+        answer, module = part._answer, part._module
+        assert isinstance(answer, TunedAnswer)
+        assert module is not None
+        missed = list(answer.missed)
+        calls = calls_learned(part.target, module, answer.tuned, missed)
+        try:
+            tuned = tuned_for(module, calls, self.buckets, self.options)
+        except GraphwrightError as error:
+            part.reason = f"it could not learn: {error.what}"
+            return 0
+        if (tuned.report.chosen or EAGER) == EAGER:
+            answer.missed.clear()
+            return 0
+        following = TunedAnswer(module, part.target.method, tuned)
+        before: dict[str, Answer] = {part.target.method: answer}
+        after: dict[str, Answer] = {part.target.method: following}
+        install(module, after)
+        if self.whole is not None and self.whole.difference() is not None:
+            uninstall(module, after)
+            return 0
+        uninstall(module, before)
+        found._installed = [
+            (each, after if answers.get(part.target.method) is answer else answers)
+            for each, answers in found._installed
+        ]
+        part._answer, part.tuned = following, tuned
+        part.chosen = tuned.report.chosen or EAGER
+        return len(missed)
