@@ -25,6 +25,7 @@ scripts/bench streams [--out DIR] [--quick]           graphs on several streams 
 scripts/bench profile [--out DIR] [--seconds S]       what profile() predicts, and what is gained
 scripts/bench search [--large] [--seconds S]          default searches beside exhaustive ones
 scripts/bench regional [--only MODEL ...] [--out DIR] Inductor by regions beside the whole
+scripts/bench programs [--out DIR]                    programs accelerated in place, end to end
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
 scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
@@ -434,6 +435,8 @@ def main() -> None:
     streams = commands.add_parser("streams", help="graphs on several streams beside one")
     streams.add_argument("--out", type=Path, default=RESULTS)
     streams.add_argument("--quick", action="store_true", help="try the script: no result")
+    programs = commands.add_parser("programs", help="programs accelerated in place, end to end")
+    programs.add_argument("--out", type=Path, default=RESULTS)
     regional = commands.add_parser("regional", help="Inductor by regions beside the whole")
     regional.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     regional.add_argument(
@@ -495,6 +498,10 @@ def main() -> None:
 
         failed = beside_load(given.out, runs=given.runs, processes=given.processes)
         sys.exit(bool(failed))
+    elif given.command == "programs":
+        from .programs.run import benchmark as programs_in_place
+
+        sys.exit(bool(programs_in_place(given.out)))
     elif given.command == "regional":
         from .regional.run import benchmark as by_regions
 

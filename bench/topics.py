@@ -43,6 +43,8 @@ from .plots import Bars, Curve
 from .profile.run import GRAPH as PLAIN_GRAPH
 from .profile.run import NEAR, RANGES, beside
 from .profile.run import to_markdown as profile_to_markdown
+from .programs.run import speedup
+from .programs.run import to_markdown as programs_to_markdown
 from .refused.run import to_markdown as refused_to_markdown
 from .regional.run import to_markdown as regional_to_markdown
 from .search.large import to_markdown as large_to_markdown
@@ -173,6 +175,19 @@ def _search(results: Results) -> Outcome:
             ["chosen by tune", "reduce-overhead", "torch.compile"],
             rows,
         ),
+    )
+
+
+def _programs(results: Results) -> Outcome:
+    first = results["programs-cpu"]["runs"]["first"]
+    rows: list[Row] = [
+        (f"batch {n}", [first["eager_s"][str(n)] / first["fast_s"][str(n)]])
+        for n in (1, 2, 4, 8, 16, 32)
+    ]
+    return Outcome(
+        f"SentenceTransformer.encode is {speedup(first):.2f} times as fast as before, in "
+        f"{first['accelerated_s']:.0f} s of tuning",
+        Bars("How many times as fast encode() is, by the number of texts", "×", [], rows),
     )
 
 
@@ -665,6 +680,15 @@ TOPICS = (
         ["busy"],
         {"busy*": _unnamed(busy_to_markdown)},
         _busy,
+    ),
+    Topic(
+        "programs",
+        "Whole programs",
+        "`accelerate()` tunes what a program calls, in place. Compared with the program itself, "
+        "end to end.",
+        ["programs"],
+        {"programs*": _unnamed(programs_to_markdown)},
+        _programs,
     ),
     Topic(
         "capture",

@@ -289,6 +289,7 @@ def test_calls_that_were_never_seen_are_counted_and_learned(
     assert found.learn() == 0
 
 
+@pytest.mark.slow
 def test_threads_call_while_it_learns(pair: Pair, device: torch.device) -> None:
     inputs = [torch.rand(n, 8, device=device) for n in range(1, 5)]
     expected = [Pair(device)(x) for x in inputs]

@@ -204,7 +204,13 @@ def test_what_tune_makes_answers(program: Program, device: torch.device) -> None
     calls = given(device)
     expected = [program(*call) for call in calls]
     found = accelerate(
-        program, calls, strategies=["eager:no_grad"], remember=False, progress=False, isolate=False
+        program,
+        calls,
+        strategies=["eager:no_grad"],
+        remember=False,
+        progress=False,
+        isolate=False,
+        budget_s=5,
     )
     for call, its in zip(calls, expected, strict=True):
         torch.testing.assert_close(program(*call), its)

@@ -99,7 +99,8 @@ def test_what_cannot_be_saved_or_loaded_is_said(device: torch.device, tmp_path: 
         gw.load(file)
 
     class Other:
-        encoder = program.encoder
+        def __init__(self) -> None:
+            self.encoder = program.encoder
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             made: torch.Tensor = self.encoder(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_minilm_is_served_by_buckets(
     assert not told.eager
     printed = capsys.readouterr().out
     assert all("×".join(map(str, bucket)) in printed for bucket in told.buckets)
+
+
+@pytest.mark.slow
+def test_a_sentence_transformer_is_accelerated(capsys: pytest.CaptureFixture[str]) -> None:
+    example = importlib.import_module("sentence_transformer")
+    options = {"strategies": ["torchscript:freeze"], "isolate": False, "budget_s": 10.0}
+    example.main((1, 2, 8), remember=False, progress=False, **options)
+    printed = capsys.readouterr().out
+    assert "SentenceTransformer.encode" in printed
+    off = re.search(r"off by more than (\S+)\.\n", printed)
+    assert off is not None
+    assert float(off[1]) < 1e-5
 
 
 def test_the_sentences_differ_in_length() -> None:

@@ -1,0 +1,1 @@
+"""Whole programs, accelerated in place."""
