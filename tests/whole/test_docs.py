@@ -32,10 +32,11 @@ SMALLER = {"README.md": ("BertConfig()", "BertConfig(num_hidden_layers=2)")}
 # Pages that import many libraries, or search for seconds.
 LONG = {
     f"docs/how-to/{name}.md"
-    for name in ("artifacts", "background", "buckets", "generation", "libraries")
+    for name in ("accelerate", "artifacts", "background", "buckets", "generation", "libraries")
 }
 # Text that no block above it prints: output of commands, and tables of measured times.
 NOT_COMPARED = {
+    "docs/how-to/accelerate.md": 1,
     "docs/how-to/several-shapes.md": 1,
     "docs/how-to/operators.md": 1,
     "docs/how-to/programs.md": 1,

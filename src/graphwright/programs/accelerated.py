@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -49,6 +49,8 @@ class AcceleratedPart:
         chosen: what was found for it: a strategy, or "graph_generate"; "" for nothing.
         reason: why it was kept, or left as it is.
         tuned: what tuning has made of it; None if nothing is kept, and for generate().
+        module: whose method it is.
+        answer: what answers its calls; None for the module itself.
     """
 
     target: ModuleMethod
@@ -57,22 +59,64 @@ class AcceleratedPart:
     chosen: str = ""
     reason: str = ""
     tuned: TunedModule | None = None
-    _module: nn.Module | None = field(default=None, repr=False)
-    _answer: PartAnswerer | None = field(default=None, repr=False)
+    module: nn.Module | None = field(default=None, repr=False)
+    answer: PartAnswerer | None = field(default=None, repr=False)
 
     @property
     def calls(self) -> Counter[str]:
         """How many calls went which way since it is installed."""
-        return Counter() if self._answer is None else Counter(self._answer.calls)
+        return Counter() if self.answer is None else Counter(self.answer.calls)
 
     @property
     def missed(self) -> int:
         """How many kinds of calls were seen that it was not tuned for, and could be learned."""
-        return len(self._answer.missed) if isinstance(self._answer, TunedAnswer) else 0
+        return len(self.answer.missed) if isinstance(self.answer, TunedAnswer) else 0
 
     def __str__(self) -> str:
         chosen = f" by {self.chosen}" if self.kept else ""
         return f"{self.share:4.0%}  {self.target}: {'answered' if self.kept else 'left'}{chosen}"
+
+
+class InstalledParts:
+    """What is installed for the parts of a program, and taken out together.
+
+    Attributes:
+        answers: by module, the last one last.
+    """
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[nn.Module, dict[str, Answer]]] = []
+
+    def put_in(self, part: AcceleratedPart, module: nn.Module, answer: PartAnswerer) -> None:
+        """Have a part's calls answered."""
+        answers: dict[str, Answer] = {part.target.method: answer}
+        self.answers.append((module, answers))  # So that an interruption takes it out.
+        install(module, answers)
+        part.kept, part.module, part.answer = True, module, answer
+        part.tuned = answer.tuned if isinstance(answer, TunedAnswer) else None
+
+    def take_out(self, part: AcceleratedPart) -> None:
+        """Have the module answer the calls itself of the part that was put in last."""
+        uninstall(*self.answers.pop())
+        part.kept, part.tuned, part.answer = False, None, None
+
+    def exchange(self, part: AcceleratedPart, answer: TunedAnswer) -> None:
+        """Have a part's calls answered by something else, from one call to the next."""
+        module, method = part.module, part.target.method
+        assert module is not None
+        after: dict[str, Answer] = {method: answer}
+        install(module, after)
+        for number, (_, before) in enumerate(self.answers):
+            if before.get(method) is part.answer:
+                uninstall(module, before)
+                self.answers[number] = module, after
+        part.answer, part.tuned = answer, answer.tuned
+
+    def take_all_out(self) -> None:
+        """Have the modules answer all calls themselves."""
+        for module, answers in self.answers:
+            uninstall(module, answers)
+        self.answers.clear()
 
 
 class Accelerated:
@@ -86,49 +130,28 @@ class Accelerated:
         parts: the methods that could take part, and what became of each.
         before_s: seconds of all calls before, the median of rounds.
         after_s: the same by now, in the same rounds.
-        learner: tunes for calls that were seen since.
     """
 
-    def __init__(self, inspection: ProgramInspection) -> None:
+    def __init__(
+        self, inspection: ProgramInspection, installed: InstalledParts, learner: PartLearner
+    ) -> None:
         self.inspection = inspection
         self.parts: list[AcceleratedPart] = []
         self.before_s = self.after_s = sum(inspection.seconds)
-        self._installed: list[tuple[nn.Module, dict[str, Answer]]] = []
-        self._gained = False
+        self._installed, self._learner = installed, learner
         self._lock = threading.RLock()
-        self.learner: PartLearner | None = None
 
     @property
     def speedup(self) -> float:
         """How many times as fast the whole program is, end to end."""
         return self.before_s / self.after_s if self.after_s else 1.0
 
-    def install(self, part: AcceleratedPart, module: nn.Module, answer: PartAnswerer) -> None:
-        """Have a part's calls answered, until `undo()`."""
-        answers: dict[str, Answer] = {part.target.method: answer}
-        self._installed.append((module, answers))  # So that an interruption takes it out.
-        install(module, answers)
-        part.kept, part._module, part._answer = True, module, answer
-        part.tuned = answer.tuned if isinstance(answer, TunedAnswer) else None
-
-    def take_out(self, part: AcceleratedPart) -> None:
-        """Have the module answer a part's calls itself, that was installed last."""
-        uninstall(*self._installed.pop())
-        part.kept, part.tuned, part._answer = False, None, None
-
-    @property
-    def installed(self) -> Sequence[tuple[nn.Module, Mapping[str, Answer]]]:
-        """What answers, by module and method."""
-        return self._installed
-
     def undo(self) -> None:
         """Put all modules back as they were; once is enough."""
         with self._lock:
-            for module, answers in self._installed:
-                uninstall(module, answers)
-            self._installed.clear()
+            self._installed.take_all_out()
             for part in self.parts:
-                part.kept, part.tuned, part._answer = False, None, None
+                part.kept, part.tuned, part.answer = False, None, None
 
     def learn(self) -> int:
         """Tune for the calls that were seen since and were not tuned for.
@@ -139,10 +162,8 @@ class Accelerated:
             for how many kinds of calls something is tuned now that was not before.
         """
         with self._lock:
-            learner = self.learner
-            if learner is None:
-                return 0
-            return sum(learner.learn(part, self) for part in self.parts if part.missed)
+            learn, installed = self._learner.learn, self._installed
+            return sum(learn(part, installed) for part in self.parts if part.missed)
 
     def explain(self) -> str:
         """What became of each part, the time of the whole, and how calls went since."""
@@ -193,9 +214,9 @@ class PartLearner:
     buckets: bool = True
     whole: WholeProgram | None = None
 
-    def learn(self, part: AcceleratedPart, found: Accelerated) -> int:
+    def learn(self, part: AcceleratedPart, installed: InstalledParts) -> int:
         """Tune a part for the calls it was not tuned for; the number of their kinds, or 0."""
-        answer, module = part._answer, part._module
+        answer, module = part.answer, part.module
         assert isinstance(answer, TunedAnswer)
         assert module is not None
         missed = list(answer.missed)
@@ -208,18 +229,11 @@ class PartLearner:
         if (tuned.report.chosen or EAGER) == EAGER:
             answer.missed.clear()
             return 0
-        following = TunedAnswer(module, part.target.method, tuned)
-        before: dict[str, Answer] = {part.target.method: answer}
-        after: dict[str, Answer] = {part.target.method: following}
-        install(module, after)
-        if self.whole is not None and self.whole.difference() is not None:
-            uninstall(module, after)
+        installed.exchange(part, TunedAnswer(module, part.target.method, tuned))
+        wrong = None if self.whole is None else self.whole.difference()
+        if wrong is not None:
+            installed.exchange(part, answer)
+            part.reason = f"it could not learn: {wrong}"
             return 0
-        uninstall(module, before)
-        found._installed = [
-            (each, after if answers.get(part.target.method) is answer else answers)
-            for each, answers in found._installed
-        ]
-        part._answer, part.tuned = following, tuned
         part.chosen = tuned.report.chosen or EAGER
         return len(missed)

@@ -18,7 +18,14 @@ from ..errors import GraphwrightError, OptionError
 from ..report.result import EAGER
 from ..strategies.base import Candidate, Compiler
 from . import remembered
-from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, PartAnswerer, PartLearner
+from .accelerated import (
+    BUDGET_S,
+    Accelerated,
+    AcceleratedPart,
+    InstalledParts,
+    PartAnswerer,
+    PartLearner,
+)
 from .inspection import CalledMethod, ProgramInspection
 from .inspector import Inspecting, call_as_given
 from .observed_calls import FORWARD, ModuleMethod
@@ -127,13 +134,12 @@ def accelerate(
         own = {**options, "buckets": buckets, "modules": modules, "budget_s": budget_s}
         key = remembered.key_of(inspecting.modules, calls, run, device, own)
     if key is not None and not fresh:
-        recalled = remembered.recall(key, program, whole)
+        recalled = remembered.recall(key, program, whole, learner)
         if recalled is not None:
-            recalled.learner = learner
             return recalled
-    found = Accelerated(inspecting.inspected())
-    found.learner = learner
-    asked = _Asked(inspecting, whole, modules, buckets == "auto", options, budget_s)
+    installed = InstalledParts()
+    found = Accelerated(inspecting.inspected(), installed, learner)
+    asked = _Asked(inspecting, whole, installed, modules, buckets == "auto", options, budget_s)
     try:
         inspection = found.inspection
         if asked.choose_batch_sizes(found):
@@ -154,13 +160,14 @@ class _Asked:
         self,
         inspecting: Inspecting,
         whole: WholeProgram,
+        installed: InstalledParts,
         modules: Sequence[str] | None,
         buckets: bool,
         options: Mapping[str, Any],
         budget_s: float,
     ) -> None:
-        self._inspecting, self._whole = inspecting, whole
-        self._modules, self._buckets, self._options = modules, buckets, options
+        self._inspecting, self._whole, self._installed = inspecting, whole, installed
+        self._wanted, self._buckets, self._options = modules, buckets, options
         self._budget_s = budget_s
         # What was chosen for parts of a class and of calls that others have too.
         self._chosen: dict[Any, str] = {}
@@ -201,7 +208,7 @@ class _Asked:
         self, part: AcceleratedPart, row: CalledMethod, found: Accelerated, all_shares: float
     ) -> None:
         """Tune a part and keep what comes of it, if the whole is right and faster with it."""
-        module = part._module = self._inspecting.owners[part.target]
+        module = part.module = self._inspecting.owners[part.target]
         if not self._is_wanted(part.target):
             part.reason, part.chosen = "it is not among modules=", EAGER
             return
@@ -244,36 +251,36 @@ class _Asked:
         self, part: AcceleratedPart, module: nn.Module, answer: PartAnswerer, found: Accelerated
     ) -> None:
         """Install what answers a part, and take it out again if the whole is wrong or no faster."""
-        found.install(part, module, answer)
+        self._installed.put_in(part, module, answer)
         reason = self._whole.difference()
         if reason is not None:
             off = _OFF * _own_error(answer)
             allowed = self._whole.errors_by_rounding(module, part.target.method, off)
             reason = self._whole.difference(allowed)
         if reason is None:
-            without_s, with_s = self._whole.timed_in_turns(found.installed[-1:])
+            without_s, with_s = self._whole.timed_in_turns(self._installed.answers[-1:])
             gain = 1 - with_s / without_s
             if gain >= _LEAST_GAIN:
                 _take_in(found, without_s, with_s)
                 part.reason = f"the whole takes {gain:.0%} less time with it"
                 return
             reason = f"the whole gains nothing with it ({gain:+.1%})"
-        found.take_out(part)
+        self._installed.take_out(part)
         part.reason = reason
 
     def _is_wanted(self, target: ModuleMethod) -> bool:
         """Whether a method may be changed."""
         names = str(target), target.path
-        return self._modules is None or any(
+        return self._wanted is None or any(
             name == wanted or name.startswith(f"{wanted}.")
             for name in names
-            for wanted in self._modules
+            for wanted in self._wanted
         )
 
     def _refuse_unknown(self, inspection: ProgramInspection) -> None:
         """Refuse names of methods that the program does not call."""
         known = {name for row in inspection.rows for name in (str(row.target), row.target.path)}
-        for wanted in self._modules or ():
+        for wanted in self._wanted or ():
             if wanted not in known and not any(name.startswith(f"{wanted}.") for name in known):
                 raise OptionError(
                     f"modules names {wanted!r}, and the program calls no such method.",
@@ -283,8 +290,7 @@ class _Asked:
 
 def _take_in(found: Accelerated, without_s: float, with_s: float) -> None:
     """Another part is kept: the whole took so long without it, and takes so long with it."""
-    before = found.speedup if found._gained else 1.0
-    found.before_s, found.after_s, found._gained = before * without_s, with_s, True
+    found.before_s, found.after_s = found.speedup * without_s, with_s
 
 
 def _own_error(answer: PartAnswerer) -> float:

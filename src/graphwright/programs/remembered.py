@@ -24,7 +24,7 @@ from ..calls.serialization import digest_of
 from ..errors import GraphwrightError
 from ..report.environment import environment
 from ..tuning import choice_cache
-from .accelerated import Accelerated
+from .accelerated import Accelerated, InstalledParts, PartLearner
 from .saved_program import load_program, save_program
 from .whole import WholeProgram
 
@@ -78,16 +78,18 @@ def _code(code: types.CodeType) -> bytes:
     return code.co_code + repr((code.co_names, plain)).encode() + inner
 
 
-def recall(key: str, program: Any, whole: WholeProgram) -> Accelerated | None:
+def recall(key: str, program: Any, whole: WholeProgram, learner: PartLearner) -> Accelerated | None:
     """What was found for a program before, if it is still right and still pays."""
     path = _path(key)
     if not path.exists():
         return None
     found = None
     try:
-        found = load_program(path, program, trust=True)  # This user's own process wrote it.
+        installed = InstalledParts()
+        # This user's own process wrote it.
+        found = load_program(path, program, installed, learner, trust=True)
         if whole.difference() is None:
-            found.before_s, found.after_s = whole.timed_in_turns(found.installed)
+            found.before_s, found.after_s = whole.timed_in_turns(installed.answers)
             if found.after_s < found.before_s:
                 with contextlib.suppress(OSError):
                     os.utime(path)

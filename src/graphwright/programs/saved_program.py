@@ -23,7 +23,7 @@ from ..artifacts.untuned_calls import OnMiss
 from ..calls.options import names_checked
 from ..calls.watch import Checks
 from ..errors import ArtifactError
-from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, PartLearner
+from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, InstalledParts, PartLearner
 from .inspection import ProgramInspection
 from .inspector import name_of
 from .installation import twin_of
@@ -115,7 +115,8 @@ def load(
             f"{os.fspath(path)!r} holds an accelerated program, and none was given.",
             remedy="Pass the program whose modules it is for: load(path, program).",
         )
-    return load_program(path, model, trust=trust, **options)
+    installed, learner = InstalledParts(), PartLearner(_LEARNS)
+    return load_program(path, model, installed, learner, trust=trust, **options)
 
 
 def is_program(path: str | os.PathLike[str]) -> bool:
@@ -186,7 +187,13 @@ def _row(part: AcceleratedPart, number: int, folder: Path) -> dict[str, Any]:
 
 
 def load_program(
-    path: str | os.PathLike[str], program: Any, *, trust: bool, **options: Any
+    path: str | os.PathLike[str],
+    program: Any,
+    installed: InstalledParts,
+    learner: PartLearner,
+    *,
+    trust: bool,
+    **options: Any,
 ) -> Accelerated:
     """Install in a program what was saved of another object of it.
 
@@ -200,9 +207,9 @@ def load_program(
     }
     with _opened(path) as archive, tempfile.TemporaryDirectory() as folder:
         known = _read(path, archive)
-        found = Accelerated(ProgramInspection(known["name"], [], []))
+        inspection = ProgramInspection(known["name"], [], [])
+        found = Accelerated(inspection, installed, learner)
         found.before_s, found.after_s = known["before_s"], known["after_s"]
-        found.learner = PartLearner(_LEARNS)
         try:
             for row in known["parts"]:
                 part = _part(row)
@@ -214,7 +221,7 @@ def load_program(
                     )
                 file = Path(archive.extract(row["file"], folder)) if row["file"] else None
                 found.parts.append(part)
-                found.install(part, module, _answer(part, module, file, trust, options))
+                installed.put_in(part, module, _answer(part, module, file, trust, options))
         except BaseException:
             found.undo()
             raise

@@ -89,11 +89,7 @@ class Search:
         first = [each for each in able if not self._can_wait(each)]
         if first or any(self.report.row(name) is None for name in self._handed_out):
             able = first
-        if not self.in_order:
-            able = [each for each in able if not self._follows_regions(each)] or able
-            able.sort(key=lambda each: (self.is_cheap(each), self._promise(each)), reverse=True)
-            able = self._slow_first(able, count) if self.spare else able
-        chosen = _of_first_builds(able, count)
+        chosen = _of_first_builds(able if self.in_order else self._ordered(able, count), count)
         self.waiting = [each for each in self.waiting if each not in chosen]
         self._handed_out |= {each.name for each in chosen}
         return chosen
@@ -152,6 +148,12 @@ class Search:
         if beaten or candidate.runner is not None:
             return beaten
         return self._beaten_by_its_graph(candidate) or self._beaten_by_kernels(candidate)
+
+    def _ordered(self, candidates: list[Candidate], count: int) -> list[Candidate]:
+        """What is cheap first, then what should gain the most per second of trying it."""
+        able = [each for each in candidates if not self._follows_regions(each)] or candidates
+        able.sort(key=lambda each: (self.is_cheap(each), self._promise(each)), reverse=True)
+        return self._slow_first(able, count) if self.spare else able
 
     def _slow_first(self, candidates: list[Candidate], count: int) -> list[Candidate]:
         """Begin slow set-ups early, which go on beside the others: two of three at a time."""

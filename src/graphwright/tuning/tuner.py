@@ -362,12 +362,7 @@ class Tuning:
                 self.report.rows.append(row)
                 self._extend_curve(row)
                 progress.row(row)
-                if row.strategy == EAGER and not self.asked.named:
-                    self.report.host_s = self._host_seconds()
-                    self._compilers_begin_s = time.monotonic() - self._started
-                self._give_compilers_time()
-                if row.strategy == EAGER and not self.asked.named:
-                    self._tell_the_least()
+                self._set_budget(row)
                 self._drop_the_beaten()
                 self._end_in_time_for_the_best()
         if self.asked.objective == "cold_start":
@@ -497,6 +492,16 @@ class Tuning:
 
     def _most_budget_s(self) -> float:
         return MOST_BUDGET_S[self.asked.device.type] * len(self.asked.calls)
+
+    def _set_budget(self, row: Row) -> None:
+        """Raise a default budget where compilers need it, by what is known now."""
+        is_eager = row.strategy == EAGER and not self.asked.named
+        if is_eager:
+            self.report.host_s = self._host_seconds()
+            self._compilers_begin_s = time.monotonic() - self._started
+        self._give_compilers_time()
+        if is_eager:
+            self._tell_the_least()
 
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need it: the model has many operations.
