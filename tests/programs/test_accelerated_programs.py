@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,15 +168,22 @@ def test_hooks_that_are_there_before_leave_a_module_as_it_is(
 
 
 def test_gradients_flow_as_before(pair: Pair, device: torch.device) -> None:
-    x = torch.rand(2, 8, device=device)
+    """To inputs and to parameters, also of a part in the middle; with them on, nothing is kept."""
+    x, other = torch.rand(2, 8, device=device), Pair(device)
     accelerated(pair, [(x,)], buckets=None)
+    gradients = []
+    for program in (pair, other):
+        x.grad = None
+        with torch.enable_grad():
+            program(x.requires_grad_()).sum().backward()
+        weights = [p.grad for m in (program.encoder, program.decoder) for p in m.parameters()]
+        gradients.append([x.grad, *weights])
+    for mine, its in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, its)
     with torch.enable_grad():
-        x.requires_grad_()
-        pair(x).sum().backward()
-    mine, x.grad = x.grad, None
-    with torch.enable_grad():
-        Pair(device)(x).sum().backward()
-    torch.testing.assert_close(mine, x.grad)
+        found = accelerated(other, [(x.detach(),)], buckets=None)
+    assert not any(part.kept for part in found.parts)
+    assert "gradients flow through it" in found.parts[0].reason
 
 
 def test_a_module_that_calls_itself(device: torch.device) -> None:
@@ -203,6 +213,173 @@ def test_a_module_that_calls_itself(device: torch.device) -> None:
         torch.testing.assert_close(program.net(x, 1), program.net.layer(program.net.layer(x)))
         found.undo()
         assert torch.equal(program(x), expected)
+
+
+def test_other_objects_of_its_class_are_their_own(device: torch.device) -> None:
+    """Made by `type(module)()`, copied, replicated, or taken from a registry of classes."""
+    registry: dict[str, Any] = {}
+
+    class Base(nn.Module):
+        def __init_subclass__(cls, *, known: bool, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            if known:
+                registry[cls.__name__] = cls
+
+    class Registered(Base, known=True):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            made = type(self).__new__(type(self))
+            nn.Module.__init__(made)
+            made.layer = copy.deepcopy(self.layer, memo)
+            return made
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(_SLOW_S)
+            made: torch.Tensor = self.layer(x)
+            return made
+
+    class Program:
+        def __init__(self) -> None:
+            self.net = Registered().eval().to(device)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.net(x)
+            return made
+
+    program, x = Program(), torch.rand(2, 4, device=device)
+    with torch.no_grad():
+        found = accelerated(program, [x])
+        assert all(part.kept for part in found.parts)
+        assert registry["Registered"] is Registered
+        others = [type(program.net)().eval().to(device), copy.deepcopy(program.net)]
+        others.append(program.net._replicate_for_data_parallel())
+        others[2].layer = nn.Linear(4, 4).to(device)
+        others[1].layer.weight.mul_(3)
+        for _ in range(2):
+            for each in others:
+                torch.testing.assert_close(each(x), each.layer(x))
+            found.undo()
+
+
+def wrap_forward(net: Net) -> Any:
+    """As offloading by accelerate and diffusers does."""
+    before = net.forward
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = before(x) + 1
+        return made
+
+    net.forward = wrapped  # type: ignore[method-assign]  # as they do
+
+
+def parametrize(net: Net) -> Any:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    nn.utils.parametrize.register_parametrization(net.layers[0], "weight", Twice())
+    net.extra = nn.Parameter(torch.zeros(1))
+    nn.utils.parametrize.register_parametrization(net, "extra", Twice())
+
+
+def hook_everywhere(net: Net) -> Any:
+    def hook(module: nn.Module, args: Any, result: Any) -> Any:
+        return result * 2 if module is net else None
+
+    return nn.modules.module.register_module_forward_hook(hook)
+
+
+@pytest.mark.parametrize("change", [wrap_forward, parametrize, hook_everywhere])
+def test_what_is_put_around_a_module_afterwards_runs_once(
+    change: Callable[[Net], Any], pair: Pair, device: torch.device
+) -> None:
+    x, other = torch.rand(2, 8, device=device), torch.rand(5, 8, device=device)
+    same = Pair(device)
+    found = accelerated(pair, [(x,)], buckets=None)
+    handles = [change(each.encoder) for each in (pair, same)]
+    try:
+        for _ in range(2):
+            for given in (x, other):
+                torch.testing.assert_close(pair(given), same(given))
+            found.undo()
+    finally:
+        for handle in filter(None, handles):
+            handle.remove()
+
+
+def test_what_the_twin_computes_otherwise_is_no_rounding(device: torch.device) -> None:
+    class Counts(Net):
+        known: Any
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (3.0 if self.known[0]() is self else 1.0)
+
+    class Program:
+        def __init__(self) -> None:
+            self.net = Counts().eval().to(device)
+            self.net.known = [weakref.ref(self.net)]
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.net(x)
+            return made
+
+    program, x = Program(), torch.rand(2, 8, device=device)
+    with torch.no_grad():
+        expected = program(x)
+        found = accelerated(program, [x])
+        assert not any(part.kept for part in found.parts)
+        torch.testing.assert_close(program(x), expected)
+
+
+def test_what_fails_with_a_part_is_taken_out(pair: Pair, device: torch.device) -> None:
+    """A program that looks at its module's class."""
+    known = {Net: 1.0}
+
+    def run(program: Pair, x: torch.Tensor) -> torch.Tensor:
+        scale = known.get(type(program.encoder), 1.0 if torch.is_grad_enabled() else None)
+        if scale is None:
+            raise ValueError("an unknown class")
+        return program(x) * scale
+
+    observing = acceleration.Inspecting._observed
+    x = torch.rand(2, 8, device=device)
+    with pytest.MonkeyPatch.context() as patched:
+
+        def observed(self: Any, wanted: Any) -> Any:
+            with torch.enable_grad():
+                self._run = lambda program, call: program(call)
+                try:
+                    return observing(self, wanted)
+                finally:
+                    self._run = run
+
+        patched.setattr(acceleration.Inspecting, "_observed", observed)
+        for p in (*pair.encoder.parameters(), *pair.decoder.parameters()):
+            p.requires_grad_(False)
+        found = accelerated(pair, [x], run=run)
+    (encoder,) = (part for part in found.parts if str(part.target) == "encoder")
+    assert "fails with it: ValueError: an unknown class" in encoder.reason
+    assert type(pair.encoder) is Net
+
+
+def test_an_interruption_while_it_learns_leaves_what_was_there(
+    pair: Pair, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.rand(2, 8, device=device)
+    found = accelerated(pair, [(x,)], buckets=None)
+    before = [part.answer for part in found.parts]
+    pair(torch.rand(4, 8, device=device))
+    monkeypatch.setattr(
+        acceleration.WholeProgram, "difference", Mock(side_effect=KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        found.learn()
+    assert [part.answer for part in found.parts] == before
+    found.undo()
+    assert type(pair.encoder) is type(pair.decoder) is Net
 
 
 def test_a_call_that_raises_raises_as_before(pair: Pair, device: torch.device) -> None:

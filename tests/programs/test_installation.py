@@ -94,8 +94,8 @@ def test_the_last_one_answers_and_each_is_taken_out_by_itself(first: int, model:
 def test_a_twin_sees_every_change_and_does_not_come_back(model: Model) -> None:
     twin = twin_of(model)
     install(model, {"forward": lambda x: pytest.fail("the twin came back")})
-    assert type(twin) is Model
-    assert twin_of(model).__class__ is original_class(model) is Model
+    assert isinstance(twin, Model)
+    assert original_class(twin) is original_class(model) is Model
     with torch.no_grad():
         model.layer.weight.zero_()
     model.layer.bias = nn.Parameter(torch.ones(3))

@@ -16,6 +16,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright import errors
+from graphwright.programs.accelerated import InstalledParts, PartLearner
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +39,7 @@ def test_dir_shows_what_is_public() -> None:
 _ERROR = "remedy what where"
 _CALLABLE = "close explain graphs prepare release statistics pool"
 FACES = {
+    "Accelerated": "after_s before_s explain inspection learn parts speedup undo",
     "BackgroundModule": "calls cancel close done explain module report wait",
     "Buckets": "from_points from_sizes holding largest names points powers_of_two smallest waste",
     "Decoded": "lengths state steps tokens",
@@ -97,14 +99,16 @@ def test_classes_show_their_public_names_only() -> None:
         return loss.detach()
 
     optimizer = torch.optim.SGD([parameter], lr=0.1)
+    inspection = gw.ProgramInspection("program", [], [])
     instances: dict[str, object] = {
+        "Accelerated": gw.Accelerated(inspection, InstalledParts(), PartLearner({})),
         "Graph": graph,
         "GraphedCallable": gw.graph(torch.sin),
         "GraphedGenerator": gw.graph_generate(SimpleNamespace(_prefill=None, generate=None)),
         "GraphedStep": gw.graph_step(step, ()),
         "MemoryPool": graph.pool,
         "Prefetcher": gw.prefetch([]),
-        "ProgramInspection": gw.ProgramInspection("program", [], []),
+        "ProgramInspection": inspection,
     }
     for name in gw.__all__:
         kind = getattr(gw, name)

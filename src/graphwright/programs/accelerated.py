@@ -20,9 +20,13 @@ from .inspection import ProgramInspection
 from .installation import Answer, install, uninstall
 from .observed_calls import ModuleMethod
 from .part_answer import TunedAnswer
-from .part_tuning import calls_learned, tuned_for
+from .part_calls import calls_learned
+from .part_tuning import tuned_for
 from .whole import WholeProgram
 
+# How far a part's results may be off, relative to eager's own error, as in tune; and that error
+# where nothing, or none, was measured.
+_OFF, _OWN_ERROR = 3.0, 1e-6
 # Seconds for tuning all parts, unless another budget is given.
 BUDGET_S = 90.0
 
@@ -220,20 +224,39 @@ class PartLearner:
         assert isinstance(answer, TunedAnswer)
         assert module is not None
         missed = list(answer.missed)
-        calls = calls_learned(part.target, module, answer.tuned, missed)
+        calls = calls_learned(part.target, module, answer.known, missed)
         try:
             tuned = tuned_for(module, calls, self.buckets, self.options)
         except GraphwrightError as error:
             part.reason = f"it could not learn: {error.what}"
             return 0
         if (tuned.report.chosen or EAGER) == EAGER:
-            answer.missed.clear()
+            answer.forget()
             return 0
-        installed.exchange(part, TunedAnswer(module, part.target.method, tuned))
-        wrong = None if self.whole is None else self.whole.difference()
+        following = TunedAnswer(module, part.target.method, tuned, calls)
+        installed.exchange(part, following)
+        try:
+            wrong = self._why_wrong(part, module, following)
+        except BaseException:
+            installed.exchange(part, answer)
+            raise
         if wrong is not None:
             installed.exchange(part, answer)
             part.reason = f"it could not learn: {wrong}"
             return 0
         part.chosen = tuned.report.chosen or EAGER
         return len(missed)
+
+    def _why_wrong(
+        self, part: AcceleratedPart, module: nn.Module, answer: TunedAnswer
+    ) -> str | None:
+        """What is wrong with the whole; None if nothing is, or if its calls are not known."""
+        if self.whole is None:
+            return None
+        return self.whole.why_wrong(module, part.target.method, allowed_error(answer))
+
+
+def allowed_error(answer: PartAnswerer) -> float:
+    """How far a part's results may be off, relative to their root mean square: as in `tune`."""
+    error = answer.tuned.report.eager_error if isinstance(answer, TunedAnswer) else None
+    return _OFF * max(0.0 if error is None else error.rms, _OWN_ERROR)

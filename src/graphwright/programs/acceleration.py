@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from ..calls.options import items_problem, names_checked, nearest, refuse, texts_problem
-from ..errors import GraphwrightError, OptionError
+from ..errors import GraphwrightError, OptionError, first_line
 from ..report.result import EAGER
 from ..strategies.base import Candidate, Compiler
 from . import remembered
@@ -25,20 +25,14 @@ from .accelerated import (
     InstalledParts,
     PartAnswerer,
     PartLearner,
+    allowed_error,
 )
 from .inspection import CalledMethod, ProgramInspection
 from .inspector import Inspecting, call_as_given
 from .observed_calls import FORWARD, ModuleMethod
 from .part_answer import TunedAnswer, has_hooks
-from .part_tuning import (
-    GENERATE,
-    GENERATE_BY,
-    GenerateAnswer,
-    PartCalls,
-    calls_of,
-    generator_of,
-    tuned_for,
-)
+from .part_calls import PartCalls, calls_of
+from .part_tuning import GENERATE, GENERATE_BY, GenerateAnswer, generator_of, tuned_for
 from .sentence_batches import BATCH_SIZES, ENCODE, BatchSize, has_batches
 from .whole import WholeProgram
 
@@ -46,9 +40,6 @@ from .whole import WholeProgram
 _LEAST_SHARE = 0.02
 # The whole has to be faster by this share for a part to be kept.
 _LEAST_GAIN = 0.01
-# How far a part's results may be off, relative to eager's own error (as in tune), and that error
-# where nothing was measured.
-_OFF, _OWN_ERROR = 3.0, 1e-6
 
 
 @names_checked
@@ -218,6 +209,9 @@ class _Asked:
         if part.target.method == FORWARD and has_hooks(module):
             part.reason = "it has forward hooks, which run around each call of it"
             return
+        if "gradients" in row.modes and any(p.requires_grad for p in module.parameters()):
+            part.reason = "gradients flow through it: call the program under torch.no_grad()"
+            return
         samples = self._inspecting.samples[part.target]
         calls = calls_of(part.target, samples, row.kinds, row.varying)
         try:
@@ -245,26 +239,25 @@ class _Asked:
             options["strategies"] = [self._chosen[like]]  # One of several equal blocks.
         tuned = tuned_for(module, calls, self._buckets, options)
         part.chosen = self._chosen[like] = tuned.report.chosen or EAGER
-        return TunedAnswer(module, part.target.method, tuned)
+        return TunedAnswer(module, part.target.method, tuned, calls)
 
     def _keep_if_it_pays(
         self, part: AcceleratedPart, module: nn.Module, answer: PartAnswerer, found: Accelerated
     ) -> None:
         """Install what answers a part, and take it out again if the whole is wrong or no faster."""
         self._installed.put_in(part, module, answer)
-        reason = self._whole.difference()
-        if reason is not None:
-            off = _OFF * _own_error(answer)
-            allowed = self._whole.errors_by_rounding(module, part.target.method, off)
-            reason = self._whole.difference(allowed)
-        if reason is None:
-            without_s, with_s = self._whole.timed_in_turns(self._installed.answers[-1:])
-            gain = 1 - with_s / without_s
-            if gain >= _LEAST_GAIN:
-                _take_in(found, without_s, with_s)
-                part.reason = f"the whole takes {gain:.0%} less time with it"
-                return
-            reason = f"the whole gains nothing with it ({gain:+.1%})"
+        try:
+            reason = self._whole.why_wrong(module, part.target.method, allowed_error(answer))
+            if reason is None:
+                times = self._whole.timed_in_turns(self._installed.answers[-1:])
+                gain = 1 - times[1] / times[0]
+                if gain >= _LEAST_GAIN:
+                    _take_in(found, *times)
+                    part.reason = f"the whole takes {gain:.0%} less time with it"
+                    return
+                reason = f"the whole gains nothing with it ({gain:+.1%})"
+        except Exception as error:  # The program's own.
+            reason = f"a call of the whole fails with it: {first_line(error)}"
         self._installed.take_out(part)
         part.reason = reason
 
@@ -291,12 +284,6 @@ class _Asked:
 def _take_in(found: Accelerated, without_s: float, with_s: float) -> None:
     """Another part is kept: the whole took so long without it, and takes so long with it."""
     found.before_s, found.after_s = found.speedup * without_s, with_s
-
-
-def _own_error(answer: PartAnswerer) -> float:
-    """Eager's own error in a part, relative to the root mean square of its results."""
-    error = answer.tuned.report.eager_error if isinstance(answer, TunedAnswer) else None
-    return max(error.rms, _OWN_ERROR) if error is not None else _OWN_ERROR
 
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:

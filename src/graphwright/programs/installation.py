@@ -4,8 +4,12 @@ The module gets a class of its own, which differs from its old one in the method
 by something else. Its dictionary is not touched: parameters, hooks, `state_dict()`, `.to()` and
 `isinstance` are as they were. A copy, a pickle, and what `torch.save` writes are of the old class.
 
-What answers is made of a twin: another object of the old class with the same dictionary. So it sees
-every change of the module, and whatever it runs eagerly does not come back to it.
+What answers is made of a twin: another object with the same dictionary, whose calls run `forward`
+of the old class and nothing around it. So it sees every change of the module, and whatever it runs
+eagerly does not come back to it: hooks, and what somebody has put around `forward`, run once.
+
+Only the module itself is answered for: not another object of the new class, nor the module once it
+has got a class on top of that, as parametrizations give it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +30,7 @@ from ..errors import OptionError
 Answer = Callable[..., Any]
 # Classes of modules that are installed, changed by one thread at a time.
 _LOCK = threading.RLock()
-_ANSWERS = "_graphwright_answers"
+_ANSWERS, _ORIGINAL = "_graphwright_answers", "_graphwright_original"
 
 
 def takes_installations(module: nn.Module) -> bool:
@@ -35,6 +40,8 @@ def takes_installations(module: nn.Module) -> bool:
 
 def twin_of(module: nn.Module) -> nn.Module:
     """Another object with the module's state, of the class that it has without installations.
+
+    A call of it is one of its `forward` alone, without hooks.
 
     Raises:
         OptionError: the module's state does not lie in a dictionary alone.
@@ -46,15 +53,33 @@ def twin_of(module: nn.Module) -> nn.Module:
             f"{cls.__name__} has __slots__: what they hold cannot be shared.",
             remedy="Leave this module out.",
         )
-    twin = cls.__new__(cls)
-    twin.__dict__ = module.__dict__
+    twin = _new_twin(cls)
+    object.__setattr__(twin, "__dict__", module.__dict__)
     return twin
 
 
+def _new_twin(cls: type[nn.Module]) -> nn.Module:
+    """An object without state whose calls are of `forward` alone."""
+    made: nn.Module = object.__new__(_twin_class(cls))  # type: ignore[arg-type]  # it has no hash in PyTorch's stub
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _twin_class(cls: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    def reduced(self: nn.Module, protocol: Any) -> Any:
+        return _new_twin, (cls,), self.__dict__
+
+    return _derived(cls, {"__call__": call, "__reduce_ex__": reduced, _ORIGINAL: cls})
+
+
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class without what is installed."""
+    """A module's class without what is installed, where that is what it got last."""
     cls = type(module)
-    return cls.__mro__[1] if _ANSWERS in vars(cls) else cls
+    found: type[nn.Module] = vars(cls).get(_ORIGINAL, cls)
+    return found
 
 
 def install(module: nn.Module, answers: Mapping[str, Answer]) -> None:
@@ -96,30 +121,45 @@ def _have(module: nn.Module, answers: Mapping[str, tuple[Answer, ...]]) -> None:
     """Give a module the class with these answers; its own where there are none."""
     left = {method: found for method, found in answers.items() if found}
     cls = original_class(module)
-    module.__class__ = _class_with(cls, left) if left else cls
+    module.__class__ = _class_with(cls, left, module) if left else cls
 
 
-def _class_with(cls: type[nn.Module], answers: Mapping[str, tuple[Answer, ...]]) -> type[nn.Module]:
+def _class_with(
+    cls: type[nn.Module], answers: Mapping[str, tuple[Answer, ...]], module: nn.Module
+) -> type[nn.Module]:
     """A class like another one, some of whose methods are answered by something else."""
 
     def reduced(self: nn.Module, protocol: Any) -> Any:
-        twin = twin_of(self)
-        found = twin.__reduce_ex__(protocol)
+        plain = object.__new__(cls)
+        object.__setattr__(plain, "__dict__", self.__dict__)
+        found = plain.__reduce_ex__(protocol)
         # For another class than the object's, Python takes the older form alone.
-        return twin.__reduce_ex__(1) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]  # not in its stub
+        return plain.__reduce_ex__(1) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]  # not in its stub
 
-    members: dict[str, Any] = {_ANSWERS: dict(answers), "__reduce_ex__": reduced}
-    members |= {name: _method(getattr(cls, name), found[-1]) for name, found in answers.items()}
+    members: dict[str, Any] = {_ANSWERS: dict(answers), _ORIGINAL: cls, "__reduce_ex__": reduced}
+    owner = weakref.ref(module)
+    for name, found in answers.items():
+        members[name] = _method(getattr(cls, name), found[-1], owner)
+    return _derived(cls, members)
+
+
+def _derived(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
+    """A class below another one that looks like it, and that nobody is told of."""
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members["__doc__"] = cls.__doc__
     metaclass: Any = type(cls)
-    made: type[nn.Module] = metaclass(cls.__name__, (cls,), members)
+    made: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), members)
+    made.__bases__ = (cls,)  # Not from the start: `__init_subclass__` would register it.
     return made
 
 
-def _method(original: Callable[..., Any], answer: Answer) -> Callable[..., Any]:
+def _method(
+    original: Callable[..., Any], answer: Answer, owner: weakref.ref[nn.Module]
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answer(*args, **kwargs)
+        if self is owner() and _ANSWERS in vars(type(self)):
+            return answer(*args, **kwargs)
+        return original(self, *args, **kwargs)
 
     return method

@@ -6,27 +6,27 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..artifacts.tuned_module import TunedModule, choice_of, of_tensors
-from ..calls.split import Args, Kwargs, tensors_of
+from ..artifacts.tuned_module import TunedModule
+from ..calls.split import tensors_of
 from ..errors import SignatureError
 from ..generation.generator import GraphedGenerator, graph_generate
 from ..report.result import EAGER
 from ..shapes.buckets import Buckets, SizesSeen
 from ..tuning.tuner import tune
-from .inspection import SharedSize, varying_of
+from .inspection import SharedSize
 from .installation import twin_of
-from .observed_calls import FORWARD, ModuleMethod, ObservedCall, described, positional_of
+from .observed_calls import FORWARD
+from .part_calls import MOST_KNOWN, PartCalls
 
 # The method that graph_generate() answers, and how that is called.
 GENERATE, GENERATE_BY = "generate", "graph_generate"
-# Kinds of calls of one part that are tuned for, the most frequent first.
-MOST_KINDS = 8
+# Kinds of calls of one part that are tuned for.
+_MOST_KINDS = 2 * MOST_KNOWN
 # So many buckets, by device: on a CPU they are samples alone, of what takes any size.
 _MOST_BUCKETS = {"cpu": 2, "cuda": 8}
 # The weight of a bucket for which no call was seen, in calls.
@@ -37,25 +37,6 @@ _LEAST_BUDGET_S = 1.0
 _MOST_DIMENSIONS = 3
 # What takes any size without padding, which on a CPU costs as much as other work.
 _FOR_ANY_SIZE = ("onnxruntime",)
-
-
-@dataclass(frozen=True)
-class PartCalls:
-    """The calls of one method in a program.
-
-    Attributes:
-        target: the method.
-        samples: its calls, one of each kind, the most frequent first.
-        counts: how often there was one of each kind.
-        sizes: the shapes of the tensors in each, by name.
-        varying: dimensions that vary from call to call.
-    """
-
-    target: ModuleMethod
-    samples: Sequence[tuple[Args, Kwargs]]
-    counts: Sequence[float]
-    sizes: Sequence[Mapping[str, tuple[int, ...]]]
-    varying: Sequence[SharedSize]
 
 
 class GenerateAnswer:
@@ -74,39 +55,6 @@ class GenerateAnswer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Generate."""
         return self.generator.generate(*args, **kwargs)
-
-
-def calls_of(
-    target: ModuleMethod,
-    calls: Sequence[ObservedCall],
-    kinds: Sequence[tuple[Mapping[str, str], int]],
-    varying: Sequence[SharedSize],
-) -> PartCalls:
-    """The calls of a method, from what was observed of it."""
-    counts = {tuple(words.items()): count for words, count in kinds}
-    often = sorted(calls, key=lambda call: counts.get(call.kind[2], 0), reverse=True)
-    with_samples = [call for call in often if call.sample is not None]
-    return PartCalls(
-        target,
-        [call.sample for call in with_samples if call.sample is not None],
-        [counts.get(call.kind[2], 1) for call in with_samples],
-        [call.sizes for call in with_samples],
-        varying,
-    )
-
-
-def calls_learned(
-    target: ModuleMethod, module: nn.Module, tuned: TunedModule, missed: Sequence[Any]
-) -> PartCalls:
-    """The calls that a method was tuned for, and others that it got since; these come first."""
-    origin = choice_of(of_tensors(tuned)).origin
-    known = [] if origin is None else [(s.call.args, s.call.kwargs) for s in origin.samples]
-    weights = [] if origin is None else [sample.weight for sample in origin.samples]
-    samples = [*missed, *known]
-    positional = positional_of(getattr(twin_of(module), target.method))
-    sizes = [described(positional, args, dict(kwargs))[1] for args, kwargs in samples]
-    counts = [*(1.0 for _ in missed), *weights]
-    return PartCalls(target, samples, counts, sizes, varying_of(sizes))
 
 
 def generator_of(module: nn.Module) -> GraphedGenerator:
@@ -139,11 +87,11 @@ def tuned_for(
         if options.get("budget_s") is not None:
             left_s = options["budget_s"] - (time.monotonic() - began)
             options["budget_s"] = max(_LEAST_BUDGET_S, left_s)
-    given = calls.samples[:MOST_KINDS]
+    given = calls.samples[:_MOST_KINDS]
     if len(given) == 1:
         return tune(called, *given[0], **options)
     return tune(
-        called, samples=[*given], weights=[float(n) for n in calls.counts[:MOST_KINDS]], **options
+        called, samples=[*given], weights=[float(n) for n in calls.counts[:_MOST_KINDS]], **options
     )
 
 

@@ -21,11 +21,10 @@ from torch import nn
 from ..calls.fingerprint import key_of as key_of_module
 from ..calls.objects import flatten_result
 from ..calls.serialization import digest_of
-from ..errors import GraphwrightError
 from ..report.environment import environment
 from ..tuning import choice_cache
 from .accelerated import Accelerated, InstalledParts, PartLearner
-from .saved_program import load_program, save_program
+from .saved_program import load_program, save_program, weights_digest
 from .whole import WholeProgram
 
 # A larger file is not kept; and so many are.
@@ -49,10 +48,8 @@ def key_of(
     known = environment(device)
     try:
         for path, module in modules.items():
-            found.update(f"{path} {key_of_module(module, [], device, known, {}).digest}".encode())
-            for name, tensor in module.state_dict().items():
-                if isinstance(tensor, torch.Tensor):
-                    found.update(f"{name} {digest_of(tensor)}".encode())
+            own = key_of_module(module, [], device, known, {}).digest
+            found.update(f"{path} {own} {weights_digest(module)}".encode())
         found.update(repr([_told(leaf) for leaf in flatten_result([*calls])[0]]).encode())
         found.update(repr(sorted(options.items())).encode())
         code = getattr(run, "__code__", None)
@@ -83,9 +80,8 @@ def recall(key: str, program: Any, whole: WholeProgram, learner: PartLearner) ->
     path = _path(key)
     if not path.exists():
         return None
-    found = None
+    installed = InstalledParts()
     try:
-        installed = InstalledParts()
         # This user's own process wrote it.
         found = load_program(path, program, installed, learner, trust=True)
         if whole.difference() is None:
@@ -94,14 +90,13 @@ def recall(key: str, program: Any, whole: WholeProgram, learner: PartLearner) ->
                 with contextlib.suppress(OSError):
                     os.utime(path)
                 return found
-    except (GraphwrightError, OSError, ValueError, KeyError):
-        pass  # It is found again.
+    except Exception:  # Whatever a damaged file, or the program with it, raises.
+        with contextlib.suppress(OSError):
+            path.unlink()
     except BaseException:
-        if found is not None:
-            found.undo()
+        installed.take_all_out()
         raise
-    if found is not None:
-        found.undo()
+    installed.take_all_out()  # It is found again.
     return None
 
 
@@ -116,8 +111,8 @@ def remember(key: str, found: Accelerated) -> None:
         kept = sorted(path.parent.glob("*.gw"), key=lambda each: each.stat().st_mtime)
         for old in kept[:-_MOST_FILES]:
             old.unlink()
-    except (GraphwrightError, OSError):
-        return  # The next process finds it again.
+    except Exception:
+        return  # What was found is there; the next process finds it again.
 
 
 def _path(key: str) -> Path:

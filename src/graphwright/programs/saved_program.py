@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from ..artifacts import loading, saving
 from ..artifacts.tuned_module import TunedModule
 from ..artifacts.untuned_calls import OnMiss
 from ..calls.options import names_checked
+from ..calls.serialization import digest_of
 from ..calls.watch import Checks
 from ..errors import ArtifactError
 from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, InstalledParts, PartLearner
@@ -29,6 +32,7 @@ from .inspector import name_of
 from .installation import twin_of
 from .observed_calls import FORWARD, ModuleMethod
 from .part_answer import TunedAnswer
+from .part_calls import calls_saved
 from .part_tuning import GENERATE_BY, GenerateAnswer, generator_of
 from .program_modules import modules_inside
 from .sentence_batches import BatchSize
@@ -91,7 +95,7 @@ def load(
         model: the same architecture, in eval mode, on the device to run on; it gets the saved
             weights. It answers calls that differ from the samples. None if what was saved needs no
             model; then other calls raise SignatureError. For an accelerated program: the same
-            program, whose modules get what was saved.
+            program with the same weights, whose modules get what was saved.
         trust: whether code in the file may be executed, and modules that it names be imported. Such
             code is TorchScript, libraries of AOTInductor, caches of torch.compile, and compiled
             kernels (without these, `fused` compiles its own).
@@ -144,7 +148,9 @@ def save_program(found: Accelerated, path: str | os.PathLike[str]) -> None:
     with _temporary(target) as (folder, written):
         with zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as archive:
             rows = [_row(part, number, folder) for number, part in enumerate(kept)]
+            modules = {part.target.path: part.module for part in kept if part.module is not None}
             program = {
+                "weights": {path: weights_digest(module) for path, module in modules.items()},
                 "schema": _SCHEMA,
                 "schema_version": _VERSION,
                 "graphwright": __version__,
@@ -219,13 +225,40 @@ def load_program(
                         f"{name_of(program)} has no module {part.target.path!r}, which was saved.",
                         remedy="Pass the program that was accelerated, made in the same way.",
                     )
-                file = Path(archive.extract(row["file"], folder)) if row["file"] else None
+                _refuse_other_weights(module, part.target.path, known["weights"])
                 found.parts.append(part)
+                file = _extracted(path, archive, row["file"], folder)
                 installed.put_in(part, module, _answer(part, module, file, trust, options))
         except BaseException:
             found.undo()
             raise
     return found
+
+
+def _refuse_other_weights(module: nn.Module, path: str, weights: Mapping[str, str]) -> None:
+    if weights.get(path) != weights_digest(module):
+        raise ArtifactError(
+            f"{path} has other weights than the one that was saved.",
+            remedy="Load the saved program's weights first, or accelerate this one.",
+        )
+
+
+def _extracted(
+    path: str | os.PathLike[str], archive: zipfile.ZipFile, member: str, folder: str
+) -> Path | None:
+    """What tuning has made of a part, as a file; None for a part without."""
+    try:
+        return Path(archive.extract(member, folder)) if member else None
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise _damaged(path, error) from error
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A digest of a module's parameters and of all its buffers."""
+    found = hashlib.sha256()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        found.update(f"{name} {digest_of(tensor)}".encode())
+    return found.hexdigest()
 
 
 def _opened(path: str | os.PathLike[str]) -> zipfile.ZipFile:
@@ -252,7 +285,7 @@ def _read(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> dict[str, A
             _part(row)
             if row["file"]:
                 archive.getinfo(row["file"])
-        complete = {"name", "before_s", "after_s"} <= known.keys()
+        complete = {"name", "before_s", "after_s", "weights"} <= known.keys()
     except (ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise _damaged(path, error) from error
     if version != (_SCHEMA, _VERSION) or not complete:
@@ -280,7 +313,8 @@ def _answer(
         twin: Any = twin_of(module)
         called = twin if part.target.method == FORWARD else getattr(twin, part.target.method)
         tuned = loading.load(file, called, trust=trust, **options)
-        return TunedAnswer(module, part.target.method, tuned)
+        calls = calls_saved(part.target, module, tuned)
+        return TunedAnswer(module, part.target.method, tuned, calls)
     if part.chosen == GENERATE_BY:
         return GenerateAnswer(generator_of(module))
     return BatchSize(module, int(part.chosen.partition("=")[2]))

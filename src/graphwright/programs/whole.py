@@ -85,15 +85,25 @@ class WholeProgram:
                 return f"the result of {self._names[number]} differs: {wrong}"
         return None
 
-    def errors_by_rounding(self, module: nn.Module, method: str, rms: float) -> Errors:
+    def errors_by_rounding(self, module: nn.Module, method: str, rms: float) -> Errors | None:
         """How far results may be off: as far as where a part's own results are off.
 
         Args:
             module: whose method the part is.
             method: its name.
             rms: how far its results are off, relative to their root mean square.
+
+        Returns:
+            None if they differ already where the module's twin answers, whatever its rounding.
         """
         found: Errors = [[None] * len(leaves) for leaves in self._expected]
+        itself = {method: getattr(twin_of(module), method)}
+        install(module, itself)
+        try:
+            if self.difference() is not None:
+                return None
+        finally:
+            uninstall(module, itself)
         for seed in range(_PERTURBED_RUNS):
             answers = {method: _perturbed(getattr(twin_of(module), method), rms, seed)}
             install(module, answers)
@@ -125,6 +135,14 @@ class WholeProgram:
                 break
         return statistics.median(without), statistics.median(among)
 
+    def why_wrong(self, module: nn.Module, method: str, rms: float) -> str | None:
+        """What is wrong with the whole where a part's results may be off by so much, or None."""
+        wrong = self.difference()
+        if wrong is None:
+            return None
+        allowed = self.errors_by_rounding(module, method, rms)
+        return wrong if allowed is None else self.difference(allowed)
+
     def _seconds(self) -> float:
         self._wait()
         began = time.perf_counter()
@@ -146,9 +164,10 @@ class WholeProgram:
 
 
 def _as_tensors(result: Any) -> Any:
-    """A result with tensors in place of NumPy's arrays."""
-    if isinstance(result, np.ndarray) and result.dtype.kind in "fiub":
-        return torch.from_numpy(result.copy())
+    """A result with tensors in place of NumPy's arrays and of images."""
+    if hasattr(result, "__array_interface__") and not isinstance(result, np.generic):
+        array = np.array(result)
+        return torch.from_numpy(array) if array.dtype.kind in "fiubc" else array.tolist()
     if isinstance(result, (list, tuple)):
         return [_as_tensors(each) for each in result]
     if isinstance(result, dict):
