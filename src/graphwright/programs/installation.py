@@ -14,6 +14,7 @@ has got a class on top of that, as parametrizations give it.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import threading
@@ -148,9 +149,13 @@ def _derived(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members["__doc__"] = cls.__doc__
     metaclass: Any = type(cls)
-    made: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), members)
-    made.__bases__ = (cls,)  # Not from the start: `__init_subclass__` would register it.
-    return made
+    if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
+        made: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), members)
+        with contextlib.suppress(TypeError):  # Objects of it may lie in memory in another way.
+            made.__bases__ = (cls,)  # Not from the start: it would be registered.
+            return made
+    direct: type[nn.Module] = metaclass(cls.__name__, (cls,), members)
+    return direct
 
 
 def _method(

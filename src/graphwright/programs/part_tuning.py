@@ -139,18 +139,16 @@ def _buckets(
     least: tuple[int, ...],
     device: str,
 ) -> Buckets:
-    """Those that waste the least on the sizes seen; on a CPU also the ends of what is answered.
+    """Those that waste the least on the sizes seen; on a CPU also the least that is answered.
 
-    What takes any size there answers smaller sizes than those seen, too, and somewhat larger ones.
+    What takes any size there answers sizes smaller than those seen, too.
     """
-    between = Buckets.from_sizes(
-        SizesSeen(tuple(names), {own: math.ceil(n) for own, n in seen.items()}),
-        max_graphs=_MOST_BUCKETS[device],
-    )
+    counts = {own: math.ceil(count) for own, count in seen.items()}
+    sizes = SizesSeen(tuple(names), counts)
+    between = Buckets.from_sizes(sizes, max_graphs=_MOST_BUCKETS[device])
     if device != "cpu":
         return between
-    most = tuple(1 << (max(own) - 1).bit_length() for own in zip(*seen, strict=True))
-    return Buckets.from_points(names, {least, most, *between.points})
+    return Buckets.from_points(names, {least, *between.points})
 
 
 def _weights(buckets: Buckets, seen: Mapping[tuple[int, ...], float]) -> dict[Any, float]:
