@@ -401,6 +401,32 @@ def test_modules_that_may_be_changed_are_named(pair: Pair, device: torch.device)
     assert "Did you mean 'encoder'?" in str(e.value)
 
 
+def test_a_module_inside_of_another_is_named(device: torch.device) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Net(), Net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.second(self.first(x))
+            return made
+
+    class Program:
+        def __init__(self) -> None:
+            self.net = Both().eval().to(device)
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.net(x)
+            return made
+
+    program, x = Program(), torch.rand(2, 8, device=device)
+    with torch.no_grad():
+        expected = program(x)
+        found = accelerated(program, [x], modules=["net.first"])
+        assert [str(part.target) for part in found.parts if part.kept] == ["net.first"]
+        torch.testing.assert_close(program(x), expected)
+
+
 def test_what_cannot_be_tuned_gives_way_to_what_is_inside(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

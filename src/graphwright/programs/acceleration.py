@@ -201,7 +201,8 @@ class _Asked:
         """Tune a part and keep what comes of it, if the whole is right and faster with it."""
         module = part.module = self._inspecting.owners[part.target]
         if not self._is_wanted(part.target):
-            part.reason, part.chosen = "it is not among modules=", EAGER
+            inside = any(name.startswith(f"{part.target.path}.") for name in self._wanted or ())
+            part.reason, part.chosen = "it is not among modules=", "" if inside else EAGER
             return
         if part.share < _LEAST_SHARE:
             part.reason, part.chosen = f"it takes {part.share:.1%} of the time", EAGER
@@ -211,6 +212,7 @@ class _Asked:
             return
         if "gradients" in row.modes and any(p.requires_grad for p in module.parameters()):
             part.reason = "gradients flow through it: call the program under torch.no_grad()"
+            part.chosen = EAGER  # So they do through what is inside.
             return
         samples = self._inspecting.samples[part.target]
         calls = calls_of(part.target, samples, row.kinds, row.varying)
