@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import zipfile
 import zlib
@@ -19,13 +20,13 @@ from typing import Any
 from torch import nn
 
 from .._version import __version__
-from ..artifacts import loading, saving
+from ..artifacts import container, loading, saving
 from ..artifacts.tuned_module import TunedModule
 from ..artifacts.untuned_calls import OnMiss
 from ..calls.options import names_checked
 from ..calls.serialization import digest_of
 from ..calls.watch import Checks
-from ..errors import ArtifactError
+from ..errors import ArtifactError, GraphwrightError
 from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, InstalledParts, PartLearner
 from .inspection import ProgramInspection
 from .inspector import name_of
@@ -126,9 +127,12 @@ def load(
 def is_program(path: str | os.PathLike[str]) -> bool:
     """Whether a file is that of an accelerated program."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        file = container.path_of(path)
+        if not stat.S_ISREG(os.stat(file).st_mode):  # Opening a pipe would block.
+            return False
+        with zipfile.ZipFile(file) as archive:
             return _PROGRAM in archive.namelist()
-    except (OSError, zipfile.BadZipFile):
+    except (GraphwrightError, OSError, ValueError, zipfile.BadZipFile):
         return False  # The other loader says what is wrong with it.
 
 
@@ -138,7 +142,7 @@ def save_program(found: Accelerated, path: str | os.PathLike[str]) -> None:
     Raises:
         ArtifactError: a part cannot be saved, or the file cannot be written.
     """
-    target = Path(path)
+    target = container.path_of(path)
     kept = [part for part in found.parts if part.kept]
     if not kept:
         raise ArtifactError(
