@@ -65,20 +65,12 @@ def load(
     on_miss: OnMiss = "eager",
     checks: Checks = "full",
 ) -> TunedModule:
-    """Load what `save` has written, and verify it on the inputs and results stored in the file.
-
-    What was built may be bound to a GPU, or to a version of PyTorch or of a driver. Elsewhere it is
-    built again from the model, and eager takes its place if that fails; `explain()` of the result
-    says what was done and why.
+    """Load a tuned module, and verify it on the inputs and results stored in the file.
 
     Args:
         path: of the file.
-        model: the same architecture, in eval mode, on the device to run on; it gets the saved
-            weights. It answers calls that differ from the samples. None if what was saved needs no
-            model; then other calls raise SignatureError.
-        trust: whether code in the file may be executed, and modules that it names be imported. Such
-            code is TorchScript, libraries of AOTInductor, caches of torch.compile, and compiled
-            kernels (without these, `fused` compiles its own).
+        model: as for `graphwright.load`.
+        trust: likewise.
         audit: as `tune()` takes it.
         on_miss: as `tune()` takes it.
         checks: as `tune()` takes it.

@@ -49,15 +49,7 @@ class Saved:
 
 @names_checked
 def save(tuned: TunedModule, path: str | os.PathLike[str]) -> str:
-    """Save what `tune` has found: the choice, its evidence, the weights, and what was built.
-
-    `load` needs neither the model nor a new build for what `fused`, TorchScript, ONNX Runtime and
-    AOTInductor have built. Everything else is built again from the model; for torch.compile its
-    cache is saved. The file is written as a whole or not at all.
-
-    A choice that cannot be saved, such as `inductor:freeze`, is replaced in the file by the best
-    candidate that can be, which is built, verified and timed here for that; a warning names both
-    with their times. `tuned` itself goes on as it is.
+    """Save what `tune` has found, as `graphwright.save` says.
 
     Args:
         tuned: what `tune` returned, not a copy of it.
