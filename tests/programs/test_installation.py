@@ -7,6 +7,7 @@ import inspect
 import io
 import pickle
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
+from graphwright.calls.fingerprint import key_of
 from graphwright.programs.installation import (
     install,
     original_class,
@@ -35,6 +37,14 @@ class Model(nn.Module):
 
     def decode(self, z: torch.Tensor) -> torch.Tensor:
         return self(z) - 1
+
+
+class Slow(Model):
+    """Takes its time in eager, as no trace does."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        time.sleep(2e-3)
+        return super().forward(x, scale)
 
 
 @pytest.fixture
@@ -179,3 +189,51 @@ def test_slots_cannot_be_shared() -> None:
 
     with pytest.raises(gw.OptionError, match="__slots__"):
         twin_of(Slotted())
+
+
+MAKERS: dict[str, Any] = {
+    "graph": lambda module, x: gw.graph(module),
+    "fuse": lambda module, x: gw.fuse(module, (x,)),
+    "tune": lambda module, x: gw.tune(
+        *(module, (x,)), strategies=["torchscript:freeze"], isolate=False, remember=False
+    ),
+}
+
+
+def gone_on(made: Any) -> bool:
+    """Whether what was made has answered all calls as it was made at first."""
+    if hasattr(made, "statistics"):
+        return bool(made.statistics.captures == 1 and not made.statistics.eager)
+    return not any(way.startswith("eager") for way in made.calls)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.filterwarnings("ignore::graphwright.FallbackWarning", "ignore::DeprecationWarning")
+def test_what_was_made_of_a_module_around_it_goes_on(maker: str, device: torch.device) -> None:
+    """Whatever is installed inside, or taken out: that is no change of the outer module."""
+    outer = nn.Sequential(Slow(), nn.ReLU()).eval().to(device)
+    x = X.to(device)
+    answers = [{"forward": twin_of(outer[0])}, {"decode": twin_of(outer[0])}]
+    with torch.no_grad():
+        expected = outer(x)
+        install(outer[0], answers[0])
+        made = MAKERS[maker](outer, x)
+        for step in (uninstall, install):
+            for answer in answers:
+                for _ in range(5):  # Checks in C++ are made on the way.
+                    assert torch.allclose(made(x), expected)
+                step(outer[0], answer)
+        assert torch.allclose(made(x), expected)
+        assert gone_on(made)
+        outer[0].__class__ = type("Other", (Slow,), {"forward": lambda self, x: x * 0})
+        assert not made(x).any()
+        assert not gone_on(made)
+
+
+def test_a_choice_is_the_same_whatever_is_installed(model: Model) -> None:
+    def key() -> str:
+        return key_of(nn.Sequential(model), [((X,), {})], "cpu", {}, {}).digest
+
+    before = key()
+    install(model, {"forward": twin_of(model)})
+    assert key() == before

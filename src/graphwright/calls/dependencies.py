@@ -57,7 +57,7 @@ from .code import (
 )
 from .differences import WITHOUT_STATE, difference
 from .host_generators import draws
-from .introspection import StandIn, original_of, stood_for
+from .introspection import StandIn, original_of, stood_for, without_answers
 from .iterators import is_opaque_iterator
 from .leaves import SCALARS, without_memory
 from .places import (
@@ -401,7 +401,7 @@ class _Walker:
             if isinstance(owner, Optimizer):
                 optimizers[id(type(owner))] = type(owner)
             module = stood_for(module)
-            classes.setdefault(id(type(module)), type(module))
+            classes.setdefault(id(without_answers(type(module))), without_answers(type(module)))
             functions += _functions_on(module)
         functions += [met.value for met in self._values]
         if self._owner is not None:
@@ -425,9 +425,10 @@ class _Walker:
             function = module.function_of()
             self._values.append(_Met(Name("", _called_name(function)), function, 0))
             return
+        cls = without_answers(type(module))
         self._found.typed.append(module)
         before_it = len(self._found.places)
-        after = f" of {type(module).__name__}{f' ({path})' if path else ''}"
+        after = f" of {cls.__name__}{f' ({path})' if path else ''}"
         kinds = self._kinds_of_hooks(module)
         for kind in (*HOLDERS, *kinds):
             before = "" if kind in HOLDERS else "hook "
@@ -435,12 +436,12 @@ class _Walker:
         place = AttributesPlace(
             Name("attribute ", "", after),
             module,
-            self._code.names if id(type(module)) in self._code.classes else None,
+            self._code.names if id(cls) in self._code.classes else None,
             self._rules.hidden_of(module),
             frozenset((*HOLDERS, *kinds)),
         )
         self._add(place, 1, inside=True)
-        self._class(type(module), "forward")
+        self._class(cls, "forward")
         self._of_parts += len(self._found.places) - before_it
         for key, child in module._modules.items():
             if child is not None:

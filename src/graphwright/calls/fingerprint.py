@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from .binding import in_one_order
 from .code import codes
+from .introspection import without_answers
 from .leaves import SCALARS
 from .modules import in_training
 from .places import registered
@@ -157,7 +158,7 @@ class _Words:
 
     def module(self, module: nn.Module, depth: int = _DEPTH) -> dict[str, Any]:
         found = {
-            "class": self._class(type(module)),
+            "class": self._class(without_answers(type(module))),
             "training": in_training(module),
             "hooks": len(module._forward_hooks) + len(module._forward_pre_hooks),
             # A list, since their order is that of nn.Sequential's work.

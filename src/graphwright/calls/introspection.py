@@ -22,6 +22,8 @@ _LOOKED_UP = frozenset(
 
 # What torch.compile sets on what it returns, and nothing that it is given may have.
 _OF_COMPILERS = frozenset(("aot_compile", "get_compiler_config"))
+# On a class that a module was given so that something else answers its calls: the one it had.
+ORIGINAL_CLASS = "_graphwright_original"
 
 
 class _Signature:
@@ -116,6 +118,12 @@ def stood_for(value: Any) -> Any:
     while isinstance(value, StandIn):
         value = value._graphwright_stands_for
     return value
+
+
+def without_answers(cls: type) -> type:
+    """A class, or the one that a module had before something else answered its calls."""
+    found: type = vars(cls).get(ORIGINAL_CLASS, cls)
+    return found
 
 
 class _OfFunction:

@@ -26,6 +26,7 @@ from .dependencies import PLAIN, Dependencies, compare_walks
 from .dictionaries import all_at_once, read, reader
 from .differences import difference
 from .forking import lock
+from .introspection import without_answers
 from .leaves import guard_of, without_memory
 from .places import FastWay, Name, Place
 from .snapshots import checksums
@@ -199,6 +200,7 @@ class _Compared:
         tensors: the tensors among that.
         versions: of the dictionaries, taken before they were read.
         before: what was compared before, of the same walk.
+        types: the classes of what is watched, taken before they were compared.
     """
 
     __slots__ = (
@@ -213,6 +215,7 @@ class _Compared:
         tensors: _Tensors,
         versions: list[Any] | None = None,
         before: _Compared | None = None,
+        types: list[type] | None = None,
     ) -> None:
         ways: dict[FastWay, list[Place]] = {way: [] for way in FastWay}
         for place in found.places:
@@ -229,7 +232,7 @@ class _Compared:
         if versions is None or len(versions) != len(versioned):
             versions = _versions_of(versioned, self.readers)
         self.versions = versions
-        self.types: list[type] = before.types if before else list(map(type, found.typed))
+        self.types = list(map(type, found.typed)) if types is None else types
         self.classes = list(map(vars, _owners(forwards)))
         self.forwards = list(_row(s.held.values() for s in forwards))
         self.lists = _owners(lists)
@@ -465,9 +468,10 @@ class ModuleWatch:
         tensors: _Tensors,
         versions: list[Any] | None = None,
         before: _Compared | None = None,
+        types: list[type] | None = None,
     ) -> None:
         """Publish what the fast check compares; the arguments are those of `_Compared`."""
-        self._compared = _Compared(found, tensors, versions, before)
+        self._compared = _Compared(found, tensors, versions, before, types)
         self._drop_compiled()
 
     def _comparison(self) -> Callable[[], bool]:
@@ -532,11 +536,12 @@ class ModuleWatch:
         # Taken before anything is compared: writes of other threads meanwhile must show.
         compared = self._compared
         versions = compared.versions_now()
-        change, unsure = self._difference(compared, versions)
+        types_now = list(map(type, compared.found.typed))
+        change, unsure = self._difference(compared, versions, types_now)
         if change is not None:
             return change
         if not unsure or compared.found.exchange(unsure):
-            self._settle(compared.found, compared.tensors, versions, compared)
+            self._settle(compared.found, compared.tensors, versions, compared, types_now)
             return None
         fresh = self._walk()
         change = compare_walks(compared.found, fresh, unsure)
@@ -548,14 +553,16 @@ class ModuleWatch:
             self._begin(fresh, versions)
         return change
 
-    def _difference(self, compared: _Compared, versions: list[Any]) -> tuple[str | None, list[Any]]:
+    def _difference(
+        self, compared: _Compared, versions: list[Any], types_now: list[type]
+    ) -> tuple[str | None, list[Any]]:
         """What has changed, in words; and values that only another walk can compare."""
         found, known = compared.found, compared.versions
         if any(found.empty):
             return "a parameter, buffer, submodule or forward hook was added", []
-        for value, before in zip(found.typed, compared.types, strict=True):
-            if type(value) is not before:
-                return f"a {before.__name__} became a {type(value).__name__}", []
+        for before, now in zip(compared.types, types_now, strict=True):
+            if without_answers(now) is not without_answers(before):
+                return f"a {before.__name__} became a {now.__name__}", []
         unsure: list[Any] = []
         for index, place in enumerate(compared.ordered):
             if index < len(versions) and versions[index] == known[index]:

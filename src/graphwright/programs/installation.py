@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.introspection import ORIGINAL_CLASS, without_answers
 from ..calls.modules import ModuleProxy
 from ..errors import OptionError
 
 Answer = Callable[..., Any]
 # Classes of modules that are installed, changed by one thread at a time.
 _LOCK = threading.RLock()
-_ANSWERS, _ORIGINAL = "_graphwright_answers", "_graphwright_original"
+_ANSWERS = "_graphwright_answers"
 
 
 def takes_installations(module: nn.Module) -> bool:
@@ -73,14 +74,12 @@ def _twin_class(cls: Any) -> Any:
     def reduced(self: nn.Module, protocol: Any) -> Any:
         return _new_twin, (cls,), self.__dict__
 
-    return _derived(cls, {"__call__": call, "__reduce_ex__": reduced, _ORIGINAL: cls})
+    return _derived(cls, {"__call__": call, "__reduce_ex__": reduced, ORIGINAL_CLASS: cls})
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """A module's class without what is installed, where that is what it got last."""
-    cls = type(module)
-    found: type[nn.Module] = vars(cls).get(_ORIGINAL, cls)
-    return found
+    return without_answers(type(module))
 
 
 def install(module: nn.Module, answers: Mapping[str, Answer]) -> None:
@@ -137,7 +136,7 @@ def _class_with(
         # For another class than the object's, Python takes the older form alone.
         return plain.__reduce_ex__(1) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]  # not in its stub
 
-    members: dict[str, Any] = {_ANSWERS: dict(answers), _ORIGINAL: cls, "__reduce_ex__": reduced}
+    members: dict[str, Any] = {_ANSWERS: dict(answers), ORIGINAL_CLASS: cls, "__reduce_ex__": reduced}
     owner = weakref.ref(module)
     for name, found in answers.items():
         members[name] = _method(getattr(cls, name), found[-1], owner)
