@@ -560,9 +560,9 @@ class ModuleWatch:
         found, known = compared.found, compared.versions
         if any(found.empty):
             return "a parameter, buffer, submodule or forward hook was added", []
-        for before, now in zip(compared.types, types_now, strict=True):
-            if without_answers(now) is not without_answers(before):
-                return f"a {before.__name__} became a {now.__name__}", []
+        for before, cls in zip(compared.types, types_now, strict=True):
+            if without_answers(cls) is not without_answers(before):
+                return f"a {before.__name__} became a {cls.__name__}", []
         unsure: list[Any] = []
         for index, place in enumerate(compared.ordered):
             if index < len(versions) and versions[index] == known[index]:

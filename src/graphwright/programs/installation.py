@@ -136,7 +136,8 @@ def _class_with(
         # For another class than the object's, Python takes the older form alone.
         return plain.__reduce_ex__(1) if found[0] is copyreg.__newobj__ else found  # type: ignore[attr-defined]  # not in its stub
 
-    members: dict[str, Any] = {_ANSWERS: dict(answers), ORIGINAL_CLASS: cls, "__reduce_ex__": reduced}
+    members: dict[str, Any] = {"__reduce_ex__": reduced}
+    members |= {_ANSWERS: dict(answers), ORIGINAL_CLASS: cls}
     owner = weakref.ref(module)
     for name, found in answers.items():
         members[name] = _method(getattr(cls, name), found[-1], owner)
