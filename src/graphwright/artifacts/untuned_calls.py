@@ -76,6 +76,8 @@ class ModelFallback(Fallback):
         calls: how many calls went which way, those that were answered too.
         missed: is told the arguments of each call that was not tuned, before it runs; None for
             nobody.
+        elsewhere: gives what answers calls of the module as it is by now, since it has changed;
+            None, or a result of None, for nothing but the module itself.
 
     Args:
         module: what was tuned.
@@ -90,6 +92,7 @@ class ModelFallback(Fallback):
         super().__init__(words, on_miss, self._count_eager)
         self.calls: Counter[str] = Counter()
         self.missed: Callable[[Args, Kwargs], object] | None = None
+        self.elsewhere: Callable[[], Callable[..., Any] | None] | None = None
         self._module = module
         self._turns = turns_of(module, getattr(module, "_function", None))
 
@@ -116,6 +119,10 @@ class ModelFallback(Fallback):
         Raises:
             SignatureError: there is no module; or on_miss="error", and the call was not tuned.
         """
+        if kind == CHANGED and self.elsewhere is not None:
+            other = self.elsewhere()
+            if other is not None:
+                return other(*args, **kwargs)
         if why is not None:
             self.last = why
         if isinstance(self._module, Absent):

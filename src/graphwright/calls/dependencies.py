@@ -18,7 +18,7 @@ import operator
 import sys
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ from .code import (
     read_by,
     stored_names,
 )
-from .differences import WITHOUT_STATE, difference
+from .differences import WITHOUT_STATE, difference, same
 from .host_generators import draws
 from .introspection import StandIn, original_of, stood_for, without_answers
 from .iterators import is_opaque_iterator
@@ -197,7 +197,6 @@ class Dependencies:
         self.outermost: dict[int, tuple[Name, Any]] = {}
         self.ignores = self.root.ignores if isinstance(self.root, Called) else None
         self._alive: list[Any] = []  # So that no identity is reused.
-        self._shared: set[int] = set()  # Identities of what was met more than once.
         walk = _Walker(self, _Rules(training, whole, hooks, {} if hidden is None else hidden))
         if given:
             walk.look_at_classes(given)
@@ -212,7 +211,6 @@ class Dependencies:
     def visit(self, value: Any) -> bool:
         """Whether something is visited for the first time; notes the visit."""
         if id(value) in self.visits:
-            self._shared.add(id(value))
             return False
         self.visits[id(value)] = len(self.visits)
         self._alive.append(value)
@@ -239,37 +237,100 @@ class Dependencies:
         Returns:
             whether all of them are such lists; if not, nothing is exchanged.
         """
-        exchanged: dict[int, tuple[list[Any], list[Any]]] = {}
-        if not all(self._match(new, old, exchanged) for _, new, old in pairs):
+        exchange = _Exchange(self._lists(), self.visits)
+        if not all(exchange.match(new, old) for _, new, old in pairs):
             return False
-        if len({id(new) for new, _ in exchanged.values()}) < len(exchanged):
-            return False  # One list in several places, where there were several.
+        if not exchange.is_complete(self.places):
+            return False
+        exchanged = exchange.lists
         for place in self.places:
             for key, value in place.held.items():
                 if (found := exchanged.get(id(value))) is not None:
                     place.held[key] = found[0]
             if (found := exchanged.get(id(place.owner))) is not None:
                 place.owner = found[0]
+                place.held = dict(enumerate(found[0]))
         for position, value in enumerate(self._alive):
             if (found := exchanged.get(id(value))) is not None:
                 self.visits[id(found[0])] = self.visits.pop(id(value))
                 self._alive[position] = found[0]
         return True
 
-    def _match(self, new: Any, old: Any, found: dict[int, tuple[list[Any], list[Any]]]) -> bool:
+    def surely_replaced(self, pairs: Sequence[tuple[Name, Any, Any]]) -> str | None:
+        """How a list differs from the one whose place it took, in words.
+
+        Args:
+            pairs: as for `exchange`.
+
+        Returns:
+            None where only another walk can tell.
+        """
+        lists = self._lists()
+        for _, new, old in pairs:
+            place = lists.get(id(old))
+            if place is not None and type(new) is list:
+                change, _ = difference(place, dict(enumerate(new)), self.ignores)
+                if change is not None:
+                    return change
+        return None
+
+    def _lists(self) -> dict[int, SequencePlace]:
+        """The places of lists, by the lists' identity."""
+        return {
+            id(place.owner): place
+            for place in self.places
+            if type(place) is SequencePlace and type(place.owner) is list
+        }
+
+
+class _Exchange:
+    """Pairs lists with those that took their place and hold the very same things.
+
+    Attributes:
+        lists: the new list and the old one, by the identity of the old one.
+
+    Args:
+        places: of lists, by the lists' identity.
+        visits: what was found before, by identity.
+    """
+
+    def __init__(self, places: Mapping[int, SequencePlace], visits: Mapping[int, int]) -> None:
+        self.lists: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._places, self._visits = places, visits
+        self._matches: dict[int, int] = {}
+
+    def match(self, new: Any, old: Any) -> bool:
         """Whether a list holds what another one held when it was found; notes both."""
-        if type(new) is not list or type(old) is not list or len(new) != len(old):
+        place = self._places.get(id(old))
+        if place is None or type(new) is not list or id(old) not in self._visits:
             return False
-        if id(old) in self._shared or id(old) not in self.visits or id(new) in self.visits:
+        self._matches[id(old)] = self._matches.get(id(old), 0) + 1
+        known = self.lists.get(id(old))
+        if known is not None:
+            return known[0] is new
+        if id(new) in self._visits or len(new) != len(place.held):
             return False
-        place = next((place for place in self.places if place.owner is old), None)
-        if type(place) is not SequencePlace or id(old) in found:
-            return False
-        found[id(old)] = new, old
+        self.lists[id(old)] = new, old
         return all(
-            a is b or self._match(a, b, found)
+            a is b or _is_same_scalar(a, b) or self.match(a, b)
             for a, b in zip(new, place.held.values(), strict=True)
         )
+
+    def is_complete(self, places: Sequence[Place]) -> bool:
+        """Whether each old list has a new one of its own, in all places that held the old one."""
+        if len({id(new) for new, _ in self.lists.values()}) < len(self.lists):
+            return False  # One list in several places, where there were several.
+        held = Counter(
+            id(value)
+            for place in places
+            for value in place.held.values()
+            if id(value) in self.lists
+        )
+        return all(held[old] == self._matches[old] for old in self.lists)
+
+
+def _is_same_scalar(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and type(a) in SCALARS and same(a, b) is True
 
 
 class _Rules(NamedTuple):

@@ -543,6 +543,9 @@ class ModuleWatch:
         if not unsure or compared.found.exchange(unsure):
             self._settle(compared.found, compared.tensors, versions, compared, types_now)
             return None
+        change = compared.found.surely_replaced(unsure)
+        if change is not None:
+            return change
         fresh = self._walk()
         change = compare_walks(compared.found, fresh, unsure)
         # Without what each call writes to it, another container may look like the old one.

@@ -52,7 +52,6 @@ class AcceleratedPart:
         kept: whether something else answers its calls now.
         chosen: what was found for it: a strategy, or "graph_generate"; "" for nothing.
         reason: why it was kept, or left as it is.
-        tuned: what tuning has made of it; None if nothing is kept, and for generate().
         module: whose method it is.
         answer: what answers its calls; None for the module itself.
     """
@@ -62,7 +61,6 @@ class AcceleratedPart:
     kept: bool = False
     chosen: str = ""
     reason: str = ""
-    tuned: TunedModule | None = None
     module: nn.Module | None = field(default=None, repr=False)
     answer: PartAnswerer | None = field(default=None, repr=False)
 
@@ -72,9 +70,18 @@ class AcceleratedPart:
         return Counter() if self.answer is None else Counter(self.answer.calls)
 
     @property
+    def tuned(self) -> TunedModule | None:
+        """What tuning has made of it; None if nothing is kept, and for generate()."""
+        return self.answer.tuned if isinstance(self.answer, TunedAnswer) else None
+
+    @property
     def missed(self) -> int:
-        """How many kinds of calls were seen that it was not tuned for, and could be learned."""
-        return len(self.answer.missed) if isinstance(self.answer, TunedAnswer) else 0
+        """How many kinds of calls were seen that it was not tuned for, and could be learned.
+
+        A new state of the module, such as another adapter, counts as one.
+        """
+        answer = self.answer
+        return len(answer.missed) + answer.is_left if isinstance(answer, TunedAnswer) else 0
 
     def __str__(self) -> str:
         chosen = f" by {self.chosen}" if self.kept else ""
@@ -97,12 +104,11 @@ class InstalledParts:
         self.answers.append((module, answers))  # So that an interruption takes it out.
         install(module, answers)
         part.kept, part.module, part.answer = True, module, answer
-        part.tuned = answer.tuned if isinstance(answer, TunedAnswer) else None
 
     def take_out(self, part: AcceleratedPart) -> None:
         """Have the module answer the calls itself of the part that was put in last."""
         uninstall(*self.answers.pop())
-        part.kept, part.tuned, part.answer = False, None, None
+        part.kept, part.answer = False, None
 
     def exchange(self, part: AcceleratedPart, answer: TunedAnswer) -> None:
         """Have a part's calls answered by something else, from one call to the next."""
@@ -114,7 +120,7 @@ class InstalledParts:
             if before.get(method) is part.answer:
                 uninstall(module, before)
                 self.answers[number] = module, after
-        part.answer, part.tuned = answer, answer.tuned
+        part.answer = answer
 
     def take_all_out(self) -> None:
         """Have the modules answer all calls themselves."""
@@ -155,7 +161,7 @@ class Accelerated:
         with self._lock:
             self._installed.take_all_out()
             for part in self.parts:
-                part.kept, part.tuned, part.answer = False, None, None
+                part.kept, part.answer = False, None
 
     def learn(self) -> int:
         """Tune for the calls that were seen since and were not tuned for.
@@ -223,17 +229,23 @@ class PartLearner:
         answer, module = part.answer, part.module
         assert isinstance(answer, TunedAnswer)
         assert module is not None
-        missed = list(answer.missed)
+        missed, others = list(answer.missed), answer.of_other_states()
+        learned = part.missed
         calls = calls_learned(part.target, module, answer.known, missed)
+        if not calls.samples:
+            answer.forget()
+            return 0
         try:
-            tuned = tuned_for(module, calls, self.buckets, self.options)
+            tuned = tuned_for(module, calls, self.buckets, self._options_for(part))
         except GraphwrightError as error:
             part.reason = f"it could not learn: {error.what}"
             return 0
         if (tuned.report.chosen or EAGER) == EAGER:
             answer.forget()
             return 0
-        following = TunedAnswer(module, part.target.method, tuned, calls)
+        following = TunedAnswer(module, part.target.method, tuned, calls, others)
+        if self.whole is not None:  # Its results are others by now where weights are.
+            self.whole.expect_what_it_is(module, part.target.method)
         installed.exchange(part, following)
         try:
             wrong = self._why_wrong(part, module, following)
@@ -245,7 +257,13 @@ class PartLearner:
             part.reason = f"it could not learn: {wrong}"
             return 0
         part.chosen = tuned.report.chosen or EAGER
-        return len(missed)
+        return learned
+
+    def _options_for(self, part: AcceleratedPart) -> Mapping[str, Any]:
+        """The options to tune a part: in another state, what has won before is tried alone."""
+        assert isinstance(part.answer, TunedAnswer)
+        only = part.answer.is_left and self.options.get("strategies") is None
+        return {**self.options, "strategies": [part.chosen]} if only else self.options
 
     def _why_wrong(
         self, part: AcceleratedPart, module: nn.Module, answer: TunedAnswer

@@ -8,11 +8,13 @@ nothing end to end is taken out again. If a method cannot be tuned, those called
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
+from ..artifacts.tuned_module import TunedModule
 from ..calls.options import items_problem, names_checked, nearest, refuse, texts_problem
 from ..errors import GraphwrightError, OptionError, first_line
 from ..report.result import EAGER
@@ -28,12 +30,13 @@ from .accelerated import (
     allowed_error,
 )
 from .inspection import CalledMethod, ProgramInspection
-from .inspector import Inspecting, call_as_given
+from .inspector import Inspecting, precision_of
 from .observed_calls import FORWARD, ModuleMethod
 from .part_answer import TunedAnswer, has_hooks
 from .part_calls import PartCalls, calls_of
 from .part_tuning import GENERATE, GENERATE_BY, GenerateAnswer, generator_of, tuned_for
-from .sentence_batches import BATCH_SIZES, ENCODE, BatchSize, has_batches
+from .program_runs import ENCODE, run_of
+from .sentence_batches import BATCH_SIZES, BatchSize, has_batches
 from .whole import WholeProgram
 
 # Parts with a smaller share of the time are left as they are.
@@ -74,7 +77,7 @@ def accelerate(
         calls: what it is called with, as your users call it: tuned for, compared and timed.
         run: calls the program: `run(program, call)`. By default a call that is a tuple holds
             positional arguments, a dictionary keyword arguments, and anything else is the only
-            argument.
+            argument; a SentenceTransformer is called by its `encode`.
         held_out: other calls, whose results are compared too.
         modules: the only methods that may be changed, as `inspect` names them: "unet",
             "vae.decode"; a name stands for what is inside of it, too. None for all.
@@ -117,7 +120,8 @@ def accelerate(
         "progress": progress,
     }
     held_out, device = list(held_out), inspecting.device
-    whole = WholeProgram(program, calls, held_out, run or call_as_given, device)
+    precision = precision_of(inspecting.modules.values())
+    whole = WholeProgram(program, calls, held_out, run_of(program, run), device, precision)
     budget_s = BUDGET_S if budget_s is None else budget_s
     learner = PartLearner({**options, "budget_s": budget_s}, buckets == "auto", whole)
     key = None
@@ -249,7 +253,8 @@ class _Asked:
         """Install what answers a part, and take it out again if the whole is wrong or no faster."""
         self._installed.put_in(part, module, answer)
         try:
-            reason = self._whole.why_wrong(module, part.target.method, allowed_error(answer))
+            with self._tuned_in_each_state(part, module, answer):
+                reason = self._whole.why_wrong(module, part.target.method, allowed_error(answer))
             if reason is None:
                 times = self._whole.timed_in_turns(self._installed.answers[-1:])
                 gain = 1 - times[1] / times[0]
@@ -262,6 +267,34 @@ class _Asked:
             reason = f"a call of the whole fails with it: {first_line(error)}"
         self._installed.take_out(part)
         part.reason = reason
+
+    @contextlib.contextmanager
+    def _tuned_in_each_state(
+        self, part: AcceleratedPart, module: nn.Module, answer: PartAnswerer
+    ) -> Iterator[None]:
+        """Meanwhile, a call in another state of the module tunes for that, too: other adapters."""
+        if not isinstance(answer, TunedAnswer) or answer.known is None:
+            yield
+            return
+        known = answer.known
+        options = {**self._options, "strategies": [part.chosen], "budget_s": self._budget_s}
+
+        def tune_here() -> TunedModule | None:
+            answer.tune_here = None  # Not for what it calls itself.
+            try:
+                found = tuned_for(module, known, self._buckets, options)
+            except GraphwrightError:
+                return None
+            if found.report.chosen == EAGER:
+                return None
+            answer.tune_here = tune_here
+            return found
+
+        answer.tune_here = tune_here
+        try:
+            yield
+        finally:
+            answer.tune_here = None
 
     def _is_wanted(self, target: ModuleMethod) -> bool:
         """Whether a method may be changed."""

@@ -6,7 +6,7 @@ import math
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..errors import GraphwrightError, OptionError
 from .inspection import CalledMethod, ProgramInspection, varying_of
 from .observed_calls import FORWARD, CallsObserver, ModuleMethod, ObservedCall
 from .program_modules import modules_inside
+from .program_runs import run_of
 
 # How deep it is looked for modules inside of those that cannot take part.
 _MAX_DEPTH = 8
@@ -45,7 +46,7 @@ def inspect(
         calls: what it is called with, one for each call.
         run: calls the program: `run(program, call)`. By default a call that is a tuple holds
             positional arguments, a dictionary keyword arguments, and anything else is the only
-            argument.
+            argument; a SentenceTransformer is called by its `encode`.
 
     Returns:
         For each method of a module that is called: how often, with which shapes, dtypes, keywords
@@ -96,7 +97,7 @@ class Inspecting:
                 f"No module was found inside of {name_of(program)}.",
                 remedy="Pass the object that holds the modules, or a function that names it.",
             )
-        self._program, self._calls, self._run = program, calls, run or call_as_given
+        self._program, self._calls, self._run = program, calls, run_of(program, run)
         self.device = device_of(self.modules.values())
         self.owners: dict[ModuleMethod, nn.Module] = {}
         self.samples: dict[ModuleMethod, list[ObservedCall]] = {}
@@ -228,20 +229,17 @@ def _can_take_part(
     return True, f"{what}, with buckets for its sizes" if row.varying else what
 
 
-def call_as_given(program: Any, call: Any) -> Any:
-    """Call a program as a sample says."""
-    if isinstance(call, tuple):
-        return program(*call)
-    if isinstance(call, Mapping):
-        return program(**call)
-    return program(call)
-
-
 def name_of(program: Any) -> str:
     """A program as it is called in texts."""
     if isinstance(program, types.FunctionType | types.MethodType):
         return program.__qualname__
     return type(program).__name__
+
+
+def precision_of(modules: Iterable[nn.Module]) -> torch.dtype:
+    """The lowest precision in which modules have parameters; float32 where none are."""
+    dtypes = {p.dtype for module in modules for p in module.parameters() if p.is_floating_point()}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
 def device_of(modules: Iterable[nn.Module]) -> torch.device:

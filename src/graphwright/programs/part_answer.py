@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,55 +22,105 @@ from .part_calls import PartCalls
 
 # So many kinds of calls that were not tuned for are kept with their arguments, to be learned.
 _MOST_MISSED = 8
+# In so many states of a module something answers, each with memory of its own.
+_MOST_STATES = 8
 
 
 class TunedAnswer:
     """Answers calls of a method by what tuning has made of it.
+
+    The module may get into another state than it was tuned in: another adapter is active, say. What
+    was tuned in each state is kept, and answers when the module is in that state again.
 
     Hooks of the module run around `forward`, as ever: a call of a module that has some goes to the
     method itself, since what was tuned may hold them, too. So does a call through which gradients
     flow to parameters.
 
     Attributes:
-        tuned: what tuning has made.
+        tuned: what tuning has made, in the state that was seen last.
         known: the calls that it was tuned for; None if these are not known.
         missed: calls that were not tuned for, the first of each kind.
+        is_left: whether a call came in a state that nothing was tuned in.
+        tune_here: tunes the method in the state that it is in, when a call comes in a new one; None
+            to leave that to `learn()`.
+
+    Args:
+        module: the module.
+        method: the name of the method.
+        tuned: what tuning has made of it.
+        known: as the attribute.
+        others: what it has made of it in other states.
     """
 
     def __init__(
-        self, module: nn.Module, method: str, tuned: TunedModule, known: PartCalls | None = None
+        self,
+        module: nn.Module,
+        method: str,
+        tuned: TunedModule,
+        known: PartCalls | None = None,
+        others: Sequence[TunedModule] = (),
     ) -> None:
         self.tuned, self.known = tuned, known
         self.missed: list[tuple[Args, Kwargs]] = []
+        self.is_left = False
+        self.tune_here: Callable[[], TunedModule | None] | None = None
         self._kinds: set[tuple[tuple[str, str], ...]] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._has_hooks = method == FORWARD
         self._twin = twin_of(module)
         self._original: Callable[..., Any] = (
             self._twin if method == FORWARD else getattr(self._twin, method)
         )
-        choice_of(tuned).fallback.missed = self._note
+        self._own_calls: Counter[str] = Counter()
+        self._states: tuple[TunedModule, ...] = ()
+        for each in (*others, tuned):
+            self._take_in(each)
 
     @property
     def calls(self) -> Counter[str]:
         """How many calls went which way."""
-        return self.tuned.calls
+        return sum((each.calls for each in self._states), self._own_calls.copy())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what was tuned; or the method itself, where that alone does the same."""
         if self._has_hooks and has_hooks(self._twin):
-            self.calls["eager: the module has hooks"] += 1
+            self._own_calls["eager: the module has hooks"] += 1
         elif torch.is_grad_enabled() and any(p.requires_grad for p in self._twin.parameters()):
-            self.calls["eager: gradients flow through it"] += 1
+            self._own_calls["eager: gradients flow through it"] += 1
         else:
             return self.tuned(*args, **kwargs)
         return self._original(*args, **kwargs)
+
+    def of_other_states(self) -> list[TunedModule]:
+        """What was tuned in other states of the module than the present one."""
+        return [each for each in self._states if not _is_as_tuned(each)]
+
+    def _take_in(self, tuned: TunedModule) -> None:
+        """From now on, answer by this too."""
+        self.tuned, self._states = tuned, (tuned, *self._states)
+        fallback = choice_of(tuned).fallback
+        fallback.missed, fallback.elsewhere = self._note, self._in_this_state
+
+    def _in_this_state(self) -> TunedModule | None:
+        """What was tuned in the state that the module is in; None if nothing was."""
+        with self._lock:
+            found = next(filter(_is_as_tuned, self._states), None)
+            if found is None and self.tune_here and len(self._states) < _MOST_STATES:
+                found = self.tune_here()
+                if found is not None:
+                    self._take_in(found)
+            if found is None:
+                self.is_left = True
+            else:
+                self.tuned = found
+        return found
 
     def forget(self) -> None:
         """Forget the calls that were not tuned for: nothing is faster for them."""
         with self._lock:
             self.missed.clear()
             self._kinds.clear()
+            self.is_left = False
 
     def _note(self, args: Args, kwargs: Kwargs) -> None:
         """Keep a call that was not tuned for, the first of its kind."""
@@ -83,6 +133,12 @@ class TunedAnswer:
                 leaves, spec = flatten(args, kwargs)
                 self.missed.append(unflatten(clone_leaves(leaves), spec))
                 self._kinds.add(kind)
+
+
+def _is_as_tuned(tuned: TunedModule) -> bool:
+    """Whether a module is in the state that it was tuned in."""
+    watch = choice_of(tuned).watch
+    return watch is None or watch.unchanged() or watch.changed() is None
 
 
 def has_hooks(module: nn.Module) -> bool:

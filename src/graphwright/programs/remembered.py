@@ -63,6 +63,8 @@ def _told(leaf: Any) -> Any:
     """A leaf of a call, in words that are the same in every process."""
     if isinstance(leaf, torch.Tensor):
         return digest_of(leaf)
+    if isinstance(leaf, torch.Generator):
+        return str(leaf.device), digest_of(leaf.get_state())
     if isinstance(leaf, str | int | float | bool | bytes | None):
         return leaf
     return type(leaf).__qualname__, hashlib.sha256(pickle.dumps(leaf)).hexdigest()

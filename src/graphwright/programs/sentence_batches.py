@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from .installation import original_class, twin_of
+from .installation import twin_of
+from .program_runs import ENCODE, is_sentence_transformer
 
-ENCODE = "encode"
 # Tried in turn, each beside the best so far; its own default is 32.
 BATCH_SIZES = (8, 16, 4)
 _ARGUMENT = "batch_size"
@@ -22,13 +22,8 @@ _ARGUMENT = "batch_size"
 
 def has_batches(module: nn.Module) -> bool:
     """Whether a module is a SentenceTransformer whose encode() takes a batch size."""
-    found = any(
-        each.__name__ == "SentenceTransformer"
-        and each.__module__.startswith("sentence_transformers")
-        for each in original_class(module).__mro__
-    )
     encode: Any = getattr(module, ENCODE, None)
-    return found and _ARGUMENT in inspect.signature(encode).parameters
+    return is_sentence_transformer(module) and _ARGUMENT in inspect.signature(encode).parameters
 
 
 class BatchSize:

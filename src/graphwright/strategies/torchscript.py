@@ -57,7 +57,10 @@ def _unmarked(model: nn.Module) -> Iterator[None]:
 
 
 class _Read(Flat):
-    """A model from tensors to tensors whose reads of what depends on these are noted."""
+    """A model whose reads of what depends on its inputs are noted; its results are not given.
+
+    Where an operation is traced as a constant, beside a mode, a trace would be refused for these.
+    """
 
     def __init__(self, model: nn.Module, call: TreeTemplate) -> None:
         super().__init__(model, call)
@@ -66,7 +69,8 @@ class _Read(Flat):
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.reads.begin(inputs)
         with self.reads:
-            return super().forward(*inputs)
+            super().forward(*inputs)
+        return (inputs[0].clone(),)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,111 @@
+"""Lists that take the place of others: what is seen without a walk is what a walk sees."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from graphwright.calls.dependencies import Dependencies
+from graphwright.calls.watch import ModuleWatch
+
+PLACES, OBJECTS = 5, [object(), [1], torch.zeros(2)]
+Items = st.lists(
+    st.one_of(
+        st.sampled_from(["a", "b", 0, 1, 0.0, -0.0, True, None, float("nan")]),
+        st.integers(0, len(OBJECTS) - 1).map(OBJECTS.__getitem__),
+    ),
+    max_size=2,
+)
+# Which of three lists each attribute holds, and the lists; one may hold another.
+Patterns = st.lists(st.integers(0, 2), min_size=PLACES, max_size=PLACES)
+Contents = st.lists(Items, min_size=3, max_size=3)
+Nested = st.sampled_from([(), (0, 1), (1, 2), (0, 1, 2)])
+
+
+class Holder(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, self.a0, self.a1, self.a2, self.a3, self.a4
+
+
+def put(module: nn.Module, pattern: list[int], lists: list[list[Any]], nested: Any) -> None:
+    for outer, inner in itertools.pairwise(nested):
+        lists[outer].append(lists[inner])
+    for number, chosen in enumerate(pattern):
+        setattr(module, f"a{number}", lists[chosen])
+
+
+def by_walking(watch: ModuleWatch) -> str | None:
+    """What a watch says that always walks."""
+    with (
+        mock.patch.object(Dependencies, "exchange", return_value=False),
+        mock.patch.object(Dependencies, "surely_replaced", return_value=None),
+    ):
+        return watch.changed()
+
+
+@settings(max_examples=300, deadline=None)
+@given(Contents, Patterns, Nested, st.data())
+def test_what_is_seen_without_a_walk_is_what_a_walk_sees(
+    contents: list[list[Any]], pattern: list[int], nested: Any, data: st.DataObject
+) -> None:
+    module = Holder()
+    put(module, pattern, [[*each] for each in contents], nested)
+    watches = [ModuleWatch(module, values=False) for _ in range(2)]
+    for _ in range(2):
+        kept = data.draw(st.lists(st.booleans(), min_size=PLACES, max_size=PLACES))
+        others = data.draw(Patterns | st.just(pattern))
+        changed = data.draw(st.just(contents) | Contents)
+        before = dict(vars(module))
+        put(module, others, [[*each] for each in changed], data.draw(st.just(nested) | Nested))
+        for number, stays in enumerate(kept):
+            if stays:
+                setattr(module, f"a{number}", before[f"a{number}"])
+        mine, walked = watches[0].changed(), by_walking(watches[1])
+        assert (mine is None) == (walked is None), (mine, walked)
+        if mine is not None:
+            return
+        # Whatever is written to the lists from now on is seen, as it is by the other.
+        module.a1.append("new")
+        assert watches[0].changed() is not None
+        assert by_walking(watches[1]) is not None
+        module.a1.pop()
+        assert watches[0].changed() is None
+        assert by_walking(watches[1]) is None
+
+
+class Layer(nn.Module):
+    active: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * len(self.active)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_names_an_adapter_is_compared_without_a_walk(shared: bool) -> None:
+    """As peft does it: all layers get the same list, or each one of its own."""
+
+    def choose(name: str) -> None:
+        names = [name]
+        for layer in model:
+            layer.active = names if shared else [*names]
+
+    model: Any = nn.Sequential(*(Layer() for _ in range(4)))
+    choose("a")
+    watch = ModuleWatch(model, values=False)
+    with mock.patch.object(watch, "_walk", side_effect=AssertionError("it walks")):
+        for _ in range(3):
+            choose("b")
+            assert "changed from 'a' to 'b'" in (watch.changed() or "")
+            choose("a")
+            assert watch.changed() is None
+            assert watch.unchanged()
+        model[1].active = [*model[1].active]
+        if not shared:
+            assert watch.changed() is None

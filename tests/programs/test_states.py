@@ -1,0 +1,147 @@
+"""Modules of a program that change between calls and back: adapters, scales, merged weights."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+from graphwright.programs import accelerated, acceleration, part_answer
+
+OPTIONS: dict[str, Any] = {
+    "strategies": ["torchscript"],
+    "remember": False,
+    "isolate": False,
+    "progress": False,
+    "budget_s": 12.0,
+}
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", gw.FallbackWarning)
+        yield
+
+
+class Adapted(nn.Module):
+    """Adds what the active adapter says; eager takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(8, 8)
+        self.adapters = nn.ModuleDict({name: nn.Linear(8, 8) for name in "abc"})
+        self.active = "a"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(2e-3)
+        made: torch.Tensor = self.base(x) + self.adapters[self.active](x)
+        return made
+
+
+class AdaptedProgram:
+    def __init__(self, device: torch.device) -> None:
+        self.net = Adapted().eval().to(device)
+
+    def __call__(self, x: torch.Tensor, adapter: str | None = None) -> torch.Tensor:
+        if adapter is not None:
+            self.net.active = adapter
+        made: torch.Tensor = self.net(x)
+        return made
+
+
+@pytest.fixture
+def program(device: torch.device) -> AdaptedProgram:
+    return AdaptedProgram(device)
+
+
+def of_eager(program: AdaptedProgram, x: torch.Tensor) -> torch.Tensor:
+    return Adapted.forward(program.net, x)
+
+
+def test_states_among_the_calls_are_tuned_at_once(program: AdaptedProgram) -> None:
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    with mock.patch.object(acceleration, "tuned_for", wraps=acceleration.tuned_for) as tuned:
+        found = gw.accelerate(program, [(x, "a"), (x, "b")], buckets=None, **OPTIONS)
+        assert tuned.call_count == 2
+    (part,) = found.parts
+    assert part.kept, part.reason
+    before = part.calls["tuned"]
+    for number in range(20):
+        torch.testing.assert_close(program(x, "ab"[number % 2]), of_eager(program, x))
+    assert part.calls["tuned"] == before + 20
+    assert not part.missed
+    torch.testing.assert_close(program(x, "c"), of_eager(program, x))
+    assert part.missed == 1
+    found.undo()
+    assert type(program.net) is Adapted
+
+
+def test_a_state_seen_later_is_learned(program: AdaptedProgram) -> None:
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    found = gw.accelerate(program, [(x,)], buckets=None, **OPTIONS)
+    (part,) = found.parts
+    assert part.kept, part.reason
+    with mock.patch.object(accelerated, "tuned_for", wraps=accelerated.tuned_for) as tuned:
+        for adapter in "bc":
+            torch.testing.assert_close(program(x, adapter), of_eager(program, x))
+            assert part.missed == 1
+            assert found.learn() == 1
+            assert not part.missed
+        assert tuned.call_count == 2
+        before = part.calls["tuned"]
+        for number in range(20):
+            torch.testing.assert_close(program(x, "abc"[number % 3]), of_eager(program, x))
+        assert part.calls["tuned"] == before + 20
+        assert not found.learn()
+        assert tuned.call_count == 2
+    # Weights that are written to are no state of its own where the built code reads them.
+    program.net.adapters["b"].weight.mul_(3)
+    torch.testing.assert_close(program(x, "b"), of_eager(program, x))
+
+
+def test_a_state_in_which_eager_is_faster_is_left(program: AdaptedProgram) -> None:
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    found = gw.accelerate(program, [(x,)], buckets=None, **OPTIONS)
+    program(x, "b")
+    eager = mock.Mock()
+    eager.report.chosen = "eager"
+    with mock.patch.object(accelerated, "tuned_for", return_value=eager):
+        assert found.learn() == 0
+    torch.testing.assert_close(program(x, "b"), of_eager(program, x))
+    torch.testing.assert_close(program(x, "a"), of_eager(program, x))
+
+
+def test_states_that_never_come_back_are_not_tuned_for_ever(
+    program: AdaptedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scaled(Adapted):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.scale
+
+    net = Scaled().eval().to(next(program.net.parameters()).device)
+
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.scale = float(x[0, 0])
+        made: torch.Tensor = net(x)
+        return made
+
+    monkeypatch.setattr(part_answer, "_MOST_STATES", 3)
+    calls = [torch.rand(2, 8, device=net.base.weight.device) for _ in range(6)]
+    with mock.patch.object(acceleration, "tuned_for", wraps=acceleration.tuned_for) as tuned:
+        found = gw.accelerate(net, calls, run=run, buckets=None, **OPTIONS)
+        assert tuned.call_count <= 3
+    for call in calls:
+        torch.testing.assert_close(run(net, call), Scaled.forward(net, call))
+    found.undo()
