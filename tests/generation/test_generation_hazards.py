@@ -543,7 +543,8 @@ def test_all_tokens_of_a_call_that_runs_out_of_time_are_streamed() -> None:
     assert made[0].tolist() == seen
 
 
-def test_few_ways_to_choose_are_kept() -> None:
+def test_few_ways_to_choose_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_steps, "_MOST_CHOICES", 3)
     model = gpt2()
     generator = gw.graph_generate(model, steps_per_launch=2)
     for k in range(2, decode_steps._MOST_CHOICES + 5):

@@ -65,8 +65,14 @@ def row_of(report: Any) -> StepRow:
     return row
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("make", [gpt2, mistral])
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (gpt2, 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [(gpt2, 1), (mistral, 1)]),
+        pytest.param(mistral, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_right_way_answers_with_eager_s_tokens(make: Any, batch: int, ways: Any) -> None:
     ways(same)
     model = make()
@@ -125,6 +131,7 @@ def test_a_way_that_fails_says_why(ways: Any) -> None:
     agree(model, generator, prompts(1) | ASKED)
 
 
+@pytest.mark.slow
 def test_exact_takes_only_eager_s_logits(ways: Any) -> None:
     model = gpt2()
     ways(changed(lambda out: out.mul_(1 + 1e-7), model))
@@ -215,6 +222,7 @@ def test_trying_changes_nothing(ways: Any) -> None:
     agree(model, generator, asked)
 
 
+@pytest.mark.slow
 def test_a_longer_call_runs_by_eager_s_step(ways: Any) -> None:
     ways(same)
     model = gpt2()
@@ -233,6 +241,7 @@ def test_calls_that_no_graph_answers_cannot_be_tried() -> None:
         generator.tune(**prompts(1), max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_states_take_part(ways: Any) -> None:
     ways(same)
     torch.manual_seed(0)
@@ -269,6 +278,7 @@ def test_a_hook_after_tuning_ends_the_way_for_other_choices_too(ways: Any) -> No
     assert ways_of_graphs(generator) == {EAGER}
 
 
+@pytest.mark.slow
 def test_calls_in_another_bucket_run_by_eager_s_step(ways: Any) -> None:
     ways(same)
     model = gpt2()
@@ -281,6 +291,7 @@ def test_calls_in_another_bucket_run_by_eager_s_step(ways: Any) -> None:
     assert ways_of_graphs(generator) == {INDUCTOR, EAGER}
 
 
+@pytest.mark.slow
 def test_another_switch_runs_eager_s_step(ways: Any) -> None:
     ways(same)
     model = gpt2()

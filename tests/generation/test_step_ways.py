@@ -44,7 +44,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("make", "layers"), [(gpt2, 2), (mistral, 2), (t5, 4)])
+@pytest.mark.parametrize(
+    ("make", "layers"), [(gpt2, 2), (mistral, 2), pytest.param(t5, 4, marks=pytest.mark.slow)]
+)
 def test_each_attention_of_a_step_is_replaced(
     make: Callable[[], Any], layers: int, found: list[int]
 ) -> None:

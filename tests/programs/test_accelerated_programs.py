@@ -19,7 +19,7 @@ from graphwright.errors import VerificationError
 from graphwright.programs import acceleration
 from graphwright.programs.accelerated import Accelerated
 
-_SLOW_S = 2e-3
+_SLOW_S = 5e-3
 OPTIONS: dict[str, Any] = {
     "strategies": ["torchscript:freeze"],
     "remember": False,

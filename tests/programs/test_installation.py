@@ -43,7 +43,7 @@ class Slow(Model):
     """Takes its time in eager, as no trace does."""
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        time.sleep(2e-3)
+        time.sleep(5e-3)
         return super().forward(x, scale)
 
 
