@@ -1,5 +1,5 @@
-"""The commands: graphwright tune | run | serve | generate | check | profile | inspect |
-strategies | report | doctor.
+"""The commands: graphwright tune | accelerate | run | serve | generate | check | profile |
+inspect | strategies | report | doctor.
 
 Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture, doctor something
 that is there and does not work, or generate other tokens than the model's own; 2, with one
@@ -266,15 +266,10 @@ def tune(
     (target,) = targets
     check_files(files)
     check_plots(html_file)
-    names = None if strategies is None else _split([strategies])
-    if names == ():
-        raise click.BadParameter(
-            "it is empty; `graphwright strategies` lists what there is", param_hint="--strategies"
-        )
     loaded = load_target(target, inputs, _device(device))
     check_sources(files, loaded.file)
     options = {
-        "strategies": None if names is None else list(names),
+        "strategies": _strategies_in(strategies),
         "exclude": _split(exclude),
         "objective": objective,
         "tolerance": tolerance,
@@ -347,6 +342,99 @@ def _tune_on_ray(
     words = words_of(click.get_current_context(), ("on_ray", "ray_address", "accelerators", "out"))
     jobs = jobs_of(targets, accelerators)
     raise SystemExit(tune_all(jobs, words, Path(out), address, cpu=device == "cpu"))
+
+
+@main.command()
+@click.argument("target")
+@click.option(
+    "--modules",
+    multiple=True,
+    metavar="NAME",
+    help="Change only these, such as unet or vae.decode; repeat for each.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["latency", "throughput"]),
+    default="latency",
+    show_default=True,
+    help="What to optimize for.",
+)
+@click.option(
+    "--allow", multiple=True, metavar="NAME", help="A lower precision to try: tf32, bf16, fp16."
+)
+@click.option("--strategies", metavar="A,B", help="Try only these, as for tune.")
+@click.option("--exclude", multiple=True, metavar="NAME", help="Leave these out, as for tune.")
+@click.option("--tolerance", type=float, help="Relative error to accept of each part.")
+@click.option("--budget", type=_Seconds(), help="Aim to tune no longer than this; by default 90s.")
+@click.option(
+    "--no-buckets", is_flag=True, help="Tune for the sizes of the calls, and none between them."
+)
+@click.option(
+    "--here", is_flag=True, help="Try strategies in this process, not in worker processes."
+)
+@click.option("--fresh", is_flag=True, help="Tune again, and replace what is remembered.")
+@click.option("--json", "json_file", type=_FILE, help="Save what became of each part.")
+@click.option("--save", "save_file", type=_FILE, help="Save what was found, for gw.load.")
+def accelerate(
+    target: str,
+    modules: Sequence[str],
+    objective: str,
+    allow: Sequence[str],
+    strategies: str | None,
+    exclude: Sequence[str],
+    tolerance: float | None,
+    budget: float | None,
+    no_buckets: bool,
+    here: bool,
+    fresh: bool,
+    json_file: str | None,
+    save_file: str | None,
+) -> None:
+    """Tune the modules inside of a program, verify and time the whole, and keep what pays.
+
+    TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
+    and returns (program, calls) or (program, calls, run): an object with modules inside or a
+    function, a list of sample calls, and what calls it, run(program, call).
+    """
+    from ..programs.acceleration import accelerate as accelerated
+    from ..programs.saved_program import save
+    from ..report.progress import SHORT_S, progress_shown
+    from .next_steps import program_in_python
+    from .targets import load_program
+
+    files = {"json": json_file, "save": save_file}
+    check_files(files)
+    with progress_shown(None, f"loading {target}", after_s=SHORT_S):
+        loaded = load_program(target)
+    check_sources(files, loaded.file)
+    options: dict[str, Any] = {
+        "modules": list(modules) or None,
+        "buckets": None if no_buckets else "auto",
+        "strategies": _strategies_in(strategies),
+        "exclude": _split(exclude),
+        "objective": objective,
+        "tolerance": tolerance,
+        "allow": _split(allow),
+        "budget_s": budget,
+        "isolate": False if here else None,
+    }
+    with _warnings_on_stderr():
+        found = accelerated(loaded.program, loaded.calls, run=loaded.run, fresh=fresh, **options)
+    saved: str | None = None
+
+    def write(name: str) -> str:
+        nonlocal saved
+        chosen = save(found, name)
+        saved = name
+        return f"Saved {chosen} as {name}."
+
+    def print_next() -> None:
+        if any(part.kept for part in found.parts):
+            with_run = loaded.run is not None
+            click.echo(program_in_python(target, with_run=with_run, options=options, saved=saved))
+
+    writers = {"json": lambda name: write_text(name, found.to_json()), "save": write}
+    deliver(files, writers, lambda: click.echo(found.explain()), print_next)
 
 
 @main.command()
@@ -925,6 +1013,17 @@ def _tokens(text: str) -> list[int]:
     if not tokens or min(tokens) < 0:
         raise click.BadParameter(f"{text!r} is no list of tokens", param_hint="--ids")
     return tokens
+
+
+def _strategies_in(text: str | None) -> list[str] | None:
+    """The names given by --strategies; None without it."""
+    if text is None:
+        return None
+    if not (names := _split([text])):
+        raise click.BadParameter(
+            "it is empty; `graphwright strategies` lists what there is", param_hint="--strategies"
+        )
+    return [*names]
 
 
 def _split(values: Sequence[str]) -> tuple[str, ...]:

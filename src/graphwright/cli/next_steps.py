@@ -131,6 +131,35 @@ def in_python(
     return "\n".join(["Next, in Python:", *(f"    {line}" for line in lines)])
 
 
+def program_in_python(
+    target: str, *, with_run: bool, options: Mapping[str, Any], saved: str | None
+) -> str:
+    """Lines of Python that accelerate the same program: what was found is remembered.
+
+    They are for a Python that begins in this folder.
+
+    Args:
+        target: TARGET.
+        with_run: whether it gave what runs the program.
+        options: of `gw.accelerate`, as they were given.
+        saved: the file that was saved; None if none was.
+    """
+    from ..programs.acceleration import accelerate
+
+    usual = inspect.signature(accelerate).parameters
+    changed = {name: value for name, value in options.items() if value != usual[name].default}
+    place, _, name = target.rpartition(":")
+    names = "program, calls, run" if with_run else "program, calls"
+    lines = ["import graphwright as gw", *_import(place, name), f"{names} = {name}()"]
+    if saved is None:
+        words = ["program, calls", *["run=run"] * with_run]
+        words += [f"{option}={value!r}" for option, value in changed.items()]
+        lines.append(f"accelerated = gw.accelerate({', '.join(words)})")
+    else:
+        lines.append(f"accelerated = gw.load({saved!r}, program, trust=True)")
+    return "\n".join(["Next, in Python:", *(f"    {line}" for line in lines)])
+
+
 def _import(place: str, name: str) -> list[str]:
     """Lines that import a name from where TARGET says it is."""
     module, lines = place, []

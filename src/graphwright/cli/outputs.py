@@ -42,8 +42,9 @@ def check_files(files: Mapping[str, str | None]) -> None:
     """Before minutes of work, not after: can results be written, and would one end another?"""
     from ..artifacts.evidence import FILES
     from ..errors import TargetError
+    from ..programs.saved_program import PROGRAM_FILE
 
-    remedy = "Choose another place."
+    remedy, members = "Choose another place.", (FILES[0], PROGRAM_FILE)
     options: dict[str, str] = {}
     for option, name in files.items():
         if name is None:
@@ -68,7 +69,7 @@ def check_files(files: Mapping[str, str | None]) -> None:
         except OSError as error:
             raise _unwritten(option, name, error) from error
         lost = path.exists() and (not path.is_file() or path.stat().st_size > 0)
-        if option == "save" and lost and not _holds(path, FILES[0]):
+        if option == "save" and lost and not any(_holds(path, member) for member in members):
             raise TargetError(
                 f"--save {name}: what is there is no artifact, and would be lost.", remedy=remedy
             )

@@ -27,6 +27,7 @@ from ..errors import TargetError, first_line, user_frame
 from ..serving.model_config import ModelConfig
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
+_RETURNS_PROGRAM = "Return (program, calls) or (program, calls, run): calls is a list."
 _EXAMPLE = "Write SHAPE:DTYPE, for example 8x128:float32 or 8x128:int64:30522."
 _GUARD = 'Put what ends it under `if __name__ == "__main__":`.'
 
@@ -67,6 +68,22 @@ class Generative:
     device: torch.device
 
 
+@dataclass(frozen=True)
+class ProgramTarget:
+    """A program with modules inside, and how it is called.
+
+    Attributes:
+        calls: a list of sample calls.
+        run: calls the program; None for what `accelerate` does by default.
+    """
+
+    name: str
+    file: Path | None
+    program: Any
+    calls: list[Any]
+    run: Callable[[Any, Any], Any] | None = None
+
+
 def load_generative(text: str, device: torch.device) -> Generative:
     """A model with its tokenizer or its inputs, or alone, as TARGET gives it.
 
@@ -90,6 +107,29 @@ def load_generative(text: str, device: torch.device) -> Generative:
     if args:
         kwargs = {"inputs": args[0]} | kwargs
     return Generative(name, file, model, tokenizer, kwargs, device)
+
+
+def load_program(text: str) -> ProgramTarget:
+    """A program with its calls, and what runs it, as TARGET gives them.
+
+    Raises:
+        TargetError: as `load_target`.
+    """
+    found, name, file = _found(text)
+    result = _result_of(text, found)
+    match result:
+        case (program, list() | tuple() as calls):
+            return ProgramTarget(name, file, program, list(calls))
+        case (program, list() | tuple() as calls, run) if callable(run):
+            return ProgramTarget(name, file, program, list(calls), run)
+    raise TargetError(f"{text} returned {_listed(result)}.", remedy=_RETURNS_PROGRAM)
+
+
+def _listed(result: Any) -> str:
+    """What was returned, by its types."""
+    if not isinstance(result, tuple):
+        return _a(result)
+    return f"a tuple of {', '.join(map(_a, result)) or 'nothing'}"
 
 
 def _is_tokenizer(value: Any) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from torch import nn
 from ..artifacts.tuned_module import TunedModule
 from ..calls.plurals import counted
 from ..errors import GraphwrightError
+from ..report.markup import element
 from ..report.result import EAGER
 from ..report.table import duration
 from .inspection import ProgramInspection
@@ -24,6 +27,8 @@ from .part_calls import calls_learned
 from .part_tuning import tuned_for
 from .whole import WholeProgram
 
+SCHEMA, SCHEMA_VERSION = "graphwright.accelerate", 1
+_WIDTH = 80
 # How far a part's results may be off, relative to eager's own error, as in tune; and that error
 # where nothing, or none, was measured.
 _OFF, _OWN_ERROR = 3.0, 1e-6
@@ -133,7 +138,7 @@ class Accelerated:
     """A program whose modules' calls are answered by what tuning has found: `accelerate` makes it.
 
     Calls that nothing was tuned for go to the module itself and are counted; `learn` tunes for
-    them. A context manager whose end is `undo()`.
+    them. A context manager whose end is `undo()`. A notebook shows it as a table.
 
     Attributes:
         inspection: of the program, before anything was changed.
@@ -177,18 +182,54 @@ class Accelerated:
 
     def explain(self) -> str:
         """What became of each part, the time of the whole, and how calls went since."""
-        head = f"{self.inspection.name}: {duration(self.before_s)} before, "
-        lines = [f"{head}{duration(self.after_s)} now ({self.speedup:.2f}×)"]
+        lines = [self._head()]
         for part in self.parts:
-            lines += [str(part), f"        {part.reason}"]
-            ways = part.calls.most_common()
-            if ways:
-                lines.append(
-                    "        " + ", ".join(f"{counted(n, 'call')} {way}" for way, n in ways)
+            lines.append(str(part))
+            for text in _notes(part):
+                lines += textwrap.wrap(
+                    text,
+                    _WIDTH,
+                    initial_indent=" " * 8,
+                    subsequent_indent=" " * 10,
+                    break_long_words=False,
+                    break_on_hyphens=False,
                 )
-            if part.missed:
-                lines.append(f"        {counted(part.missed, 'other kind')} of call: learn() tunes")
         return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """What became of each part, and the times of the whole, as JSON with a schema version."""
+        parts = [
+            {
+                "method": str(part.target),
+                "share": part.share,
+                "kept": part.kept,
+                "chosen": part.chosen,
+                "reason": part.reason,
+                "calls": dict(part.calls),
+                "missed": part.missed,
+                "tuning": None if part.tuned is None else json.loads(part.tuned.report.to_json()),
+            }
+            for part in self.parts
+        ]
+        found = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION}
+        found |= {"program": self.inspection.name, "before_s": self.before_s}
+        found |= {"after_s": self.after_s, "parts": parts}
+        return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+
+    def _head(self) -> str:
+        head = f"{self.inspection.name}: {duration(self.before_s)} before, "
+        return f"{head}{duration(self.after_s)} now ({self.speedup:.2f}×)"
+
+    def _repr_html_(self) -> str:
+        headings = ("share", "method", "answered by", "why, and how calls went since")
+        head = element("tr", *(element("th", heading) for heading in headings))
+        rows = []
+        for part in self.parts:
+            answered = part.chosen if part.kept else "itself"
+            cells = (f"{part.share:.0%}", str(part.target), answered, "; ".join(_notes(part)))
+            rows.append(element("tr", *(element("td", cell) for cell in cells)))
+        table = element("table", element("thead", head), element("tbody", *rows))
+        return element("div", element("strong", self._head()), table)
 
     def __enter__(self) -> Accelerated:
         return self
@@ -208,6 +249,17 @@ class Accelerated:
         kept = sum(part.kept for part in self.parts)
         of = counted(len(self.parts), "part")
         return f"<Accelerated {self.inspection.name}, {kept} of {of} answered>"
+
+
+def _notes(part: AcceleratedPart) -> Iterator[str]:
+    """What is said of a part below its name."""
+    if part.reason:
+        yield part.reason
+    ways = part.calls.most_common()
+    if ways:
+        yield ", ".join(f"{counted(n, 'call')} {way}" for way, n in ways)
+    if part.missed:
+        yield f"{counted(part.missed, 'other kind')} of call: learn() tunes"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ nothing end to end is taken out again. If a method cannot be tuned, those called
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch import nn
 from ..artifacts.tuned_module import TunedModule
 from ..calls.options import items_problem, names_checked, nearest, refuse, texts_problem
 from ..errors import GraphwrightError, OptionError, first_line
+from ..report.progress import SHORT_S, progress_shown
 from ..report.result import EAGER
 from ..strategies.base import Candidate, Compiler
 from . import remembered
@@ -30,7 +32,7 @@ from .accelerated import (
     allowed_error,
 )
 from .inspection import CalledMethod, ProgramInspection
-from .inspector import Inspecting, precision_of
+from .inspector import Inspecting, name_of, precision_of
 from .observed_calls import FORWARD, ModuleMethod
 from .part_answer import TunedAnswer, has_hooks
 from .part_calls import PartCalls, calls_of
@@ -108,6 +110,7 @@ def accelerate(
         None if buckets in ("auto", None) else f"buckets is {buckets!r}: write 'auto' or None",
     )
     inspecting = Inspecting(program, calls := list(calls), run)
+    doing = functools.partial(_doing, name_of(program), progress)
     options: dict[str, Any] = {
         "strategies": strategies,
         "exclude": exclude,
@@ -121,7 +124,8 @@ def accelerate(
     }
     held_out, device = list(held_out), inspecting.device
     precision = precision_of(inspecting.modules.values())
-    whole = WholeProgram(program, calls, held_out, run_of(program, run), device, precision)
+    with doing("running its calls"):
+        whole = WholeProgram(program, calls, held_out, run_of(program, run), device, precision)
     budget_s = BUDGET_S if budget_s is None else budget_s
     learner = PartLearner({**options, "budget_s": budget_s}, buckets == "auto", whole)
     key = None
@@ -129,16 +133,21 @@ def accelerate(
         own = {**options, "buckets": buckets, "modules": modules, "budget_s": budget_s}
         key = remembered.key_of(inspecting.modules, calls, run, device, own)
     if key is not None and not fresh:
-        recalled = remembered.recall(key, program, whole, learner)
+        with doing("looking at what was found before"):
+            recalled = remembered.recall(key, program, whole, learner)
         if recalled is not None:
             return recalled
     installed = InstalledParts()
-    found = Accelerated(inspecting.inspected(), installed, learner)
-    asked = _Asked(inspecting, whole, installed, modules, buckets == "auto", options, budget_s)
+    with doing("inspecting what it calls"):
+        found = Accelerated(inspecting.inspected(), installed, learner)
+    asked = _Asked(
+        inspecting, whole, installed, modules, buckets == "auto", options, budget_s, doing
+    )
     try:
         inspection = found.inspection
-        if asked.choose_batch_sizes(found):
-            inspection = inspecting.inspected()
+        with doing("trying batch sizes"):
+            if asked.choose_batch_sizes(found):
+                inspection = inspecting.inspected()
         asked.accelerate(found, inspection)
         if key is not None:
             remembered.remember(key, found)
@@ -146,6 +155,14 @@ def accelerate(
         found.undo()
         raise
     return found
+
+
+@contextlib.contextmanager
+def _doing(name: str, progress: bool | None, what: str) -> Iterator[None]:
+    """Say what is done, unless it is soon over; `tune` says itself what it does."""
+    with progress_shown(progress, f"accelerate({name})", after_s=SHORT_S) as shown:
+        shown.doing(what)
+        yield
 
 
 class _Asked:
@@ -160,10 +177,11 @@ class _Asked:
         buckets: bool,
         options: Mapping[str, Any],
         budget_s: float,
+        doing: Callable[[str], contextlib.AbstractContextManager[None]],
     ) -> None:
         self._inspecting, self._whole, self._installed = inspecting, whole, installed
         self._wanted, self._buckets, self._options = modules, buckets, options
-        self._budget_s = budget_s
+        self._budget_s, self._doing = budget_s, doing
         # What was chosen for parts of a class and of calls that others have too.
         self._chosen: dict[Any, str] = {}
 
@@ -229,7 +247,8 @@ class _Asked:
         if part.chosen == EAGER:
             part.reason = "eager is the fastest"
         else:
-            self._keep_if_it_pays(part, module, answer, found)
+            with self._doing(f"comparing and timing the whole with {part.target} answered"):
+                self._keep_if_it_pays(part, module, answer, found)
 
     def _answer_for(
         self, part: AcceleratedPart, module: nn.Module, calls: PartCalls, share: float
@@ -262,7 +281,7 @@ class _Asked:
                     _take_in(found, *times)
                     part.reason = f"the whole takes {gain:.0%} less time with it"
                     return
-                reason = f"the whole gains nothing with it ({gain:+.1%})"
+                reason = f"the whole gains nothing with {part.chosen or 'it'} ({gain:+.1%})"
         except Exception as error:  # The program's own.
             reason = f"a call of the whole fails with it: {first_line(error)}"
         self._installed.take_out(part)

@@ -38,7 +38,7 @@ from .part_tuning import GENERATE_BY, GenerateAnswer, generator_of
 from .program_modules import modules_inside
 from .sentence_batches import BatchSize
 
-_PROGRAM, _SCHEMA, _VERSION = "program.json", "graphwright.program", 1
+PROGRAM_FILE, _SCHEMA, _VERSION = "program.json", "graphwright.program", 1
 _AGAIN = "Accelerate the program again, and save it."
 # Options of tune() under which what was loaded learns.
 _LEARNS = {"budget_s": BUDGET_S}
@@ -131,7 +131,7 @@ def is_program(path: str | os.PathLike[str]) -> bool:
         if not stat.S_ISREG(os.stat(file).st_mode):  # Opening a pipe would block.
             return False
         with zipfile.ZipFile(file) as archive:
-            return _PROGRAM in archive.namelist()
+            return PROGRAM_FILE in archive.namelist()
     except (GraphwrightError, OSError, ValueError, zipfile.BadZipFile):
         return False  # The other loader says what is wrong with it.
 
@@ -163,7 +163,7 @@ def save_program(found: Accelerated, path: str | os.PathLike[str]) -> None:
                 "after_s": found.after_s,
                 "parts": rows,
             }
-            archive.writestr(_PROGRAM, json.dumps(program, indent=1))
+            archive.writestr(PROGRAM_FILE, json.dumps(program, indent=1))
             for row in rows:
                 if row["file"]:
                     archive.write(folder / row["file"], row["file"])
@@ -283,7 +283,7 @@ def _read(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> dict[str, A
         ArtifactError: it is damaged, or of another version.
     """
     try:
-        known = json.loads(archive.read(_PROGRAM))
+        known = json.loads(archive.read(PROGRAM_FILE))
         version = known["schema"], known["schema_version"]
         for row in known["parts"]:
             _part(row)
