@@ -25,7 +25,7 @@ Items = st.lists(
 )
 # Which of three lists each attribute holds, and the lists; one may hold another.
 Patterns = st.lists(st.integers(0, 2), min_size=PLACES, max_size=PLACES)
-Contents = st.lists(Items, min_size=3, max_size=3)
+Contents = st.lists(Items, min_size=3, max_size=3) | Items.map(lambda items: [items] * 3)
 Nested = st.sampled_from([(), (0, 1), (1, 2), (0, 1, 2)])
 
 
@@ -39,6 +39,7 @@ def put(module: nn.Module, pattern: list[int], lists: list[list[Any]], nested: A
         lists[outer].append(lists[inner])
     for number, chosen in enumerate(pattern):
         setattr(module, f"a{number}", lists[chosen])
+    module.a4 = {"list": module.a4}
 
 
 def by_walking(watch: ModuleWatch) -> str | None:
@@ -59,14 +60,15 @@ def test_what_is_seen_without_a_walk_is_what_a_walk_sees(
     put(module, pattern, [[*each] for each in contents], nested)
     watches = [ModuleWatch(module, values=False) for _ in range(2)]
     for _ in range(2):
-        kept = data.draw(st.lists(st.booleans(), min_size=PLACES, max_size=PLACES))
+        places = st.none() | st.integers(0, PLACES - 1)
+        moves = data.draw(st.lists(places, min_size=PLACES, max_size=PLACES) | st.just([]))
         others = data.draw(Patterns | st.just(pattern))
         changed = data.draw(st.just(contents) | Contents)
         before = dict(vars(module))
         put(module, others, [[*each] for each in changed], data.draw(st.just(nested) | Nested))
-        for number, stays in enumerate(kept):
-            if stays:
-                setattr(module, f"a{number}", before[f"a{number}"])
+        for number, origin in enumerate(moves):
+            if origin is not None:
+                setattr(module, f"a{number}", before[f"a{origin}"])
         mine, walked = watches[0].changed(), by_walking(watches[1])
         assert (mine is None) == (walked is None), (mine, walked)
         if mine is not None:
@@ -78,6 +80,16 @@ def test_what_is_seen_without_a_walk_is_what_a_walk_sees(
         module.a1.pop()
         assert watches[0].changed() is None
         assert by_walking(watches[1]) is None
+
+
+def test_a_list_of_another_place_is_a_change() -> None:
+    """It holds the same, but what is written to one is by now written to the other."""
+    module = Holder()
+    put(module, [0, 1, 2, 2, 2], [["a"], ["a"], []], ())
+    watch, walked = (ModuleWatch(module, values=False) for _ in range(2))
+    module.a0 = module.a1
+    assert watch.changed() is not None
+    assert by_walking(walked) is not None
 
 
 class Layer(nn.Module):
@@ -92,7 +104,7 @@ def test_what_names_an_adapter_is_compared_without_a_walk(shared: bool) -> None:
     """As peft does it: all layers get the same list, or each one of its own."""
 
     def choose(name: str) -> None:
-        names = [name]
+        names = [f"{name} of {len(name)}"]  # Another object each time.
         for layer in model:
             layer.active = names if shared else [*names]
 
@@ -102,7 +114,7 @@ def test_what_names_an_adapter_is_compared_without_a_walk(shared: bool) -> None:
     with mock.patch.object(watch, "_walk", side_effect=AssertionError("it walks")):
         for _ in range(3):
             choose("b")
-            assert "changed from 'a' to 'b'" in (watch.changed() or "")
+            assert "changed from 'a of 1' to 'b of 1'" in (watch.changed() or "")
             choose("a")
             assert watch.changed() is None
             assert watch.unchanged()

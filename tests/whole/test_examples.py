@@ -105,6 +105,20 @@ def test_a_sentence_transformer_is_accelerated(capsys: pytest.CaptureFixture[str
     assert float(off[1]) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["transformers_pipeline", "diffusers_pipeline"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_pipeline_is_accelerated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    example = importlib.import_module(name)
+    options = {"strategies": ["onnxruntime"], "isolate": False, "budget_s": 20.0}
+    example.main(remember=False, progress=False, **options)
+    printed = capsys.readouterr().out
+    assert "answered by onnxruntime" in printed
+    off = re.search(r"off by more than (\S+?)[.,]?( of 1\.)?\n", printed)
+    assert off is not None
+    assert float(off[1]) < 1e-5
+
+
 def test_the_sentences_differ_in_length() -> None:
     minilm = importlib.import_module("minilm")
     words = sorted(len(sentence.split()) for sentence in minilm.SENTENCES)

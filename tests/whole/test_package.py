@@ -39,7 +39,7 @@ def test_dir_shows_what_is_public() -> None:
 _ERROR = "remedy what where"
 _CALLABLE = "close explain graphs prepare release statistics pool"
 FACES = {
-    "Accelerated": "after_s before_s explain inspection learn parts speedup undo",
+    "Accelerated": "after_s before_s explain inspection learn parts speedup to_json undo",
     "BackgroundModule": "calls cancel close done explain module report wait",
     "Buckets": "from_points from_sizes holding largest names points powers_of_two smallest waste",
     "Decoded": "lengths state steps tokens",

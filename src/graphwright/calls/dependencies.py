@@ -267,9 +267,8 @@ class Dependencies:
         """
         lists = self._lists()
         for _, new, old in pairs:
-            place = lists.get(id(old))
-            if place is not None and type(new) is list:
-                change, _ = difference(place, dict(enumerate(new)), self.ignores)
+            if id(old) in lists:
+                change, _ = difference(lists[id(old)], dict(enumerate(new)), self.ignores)
                 if change is not None:
                     return change
         return None
@@ -302,7 +301,7 @@ class _Exchange:
     def match(self, new: Any, old: Any) -> bool:
         """Whether a list holds what another one held when it was found; notes both."""
         place = self._places.get(id(old))
-        if place is None or type(new) is not list or id(old) not in self._visits:
+        if place is None or type(new) is not list:
             return False
         self._matches[id(old)] = self._matches.get(id(old), 0) + 1
         known = self.lists.get(id(old))
@@ -320,12 +319,7 @@ class _Exchange:
         """Whether each old list has a new one of its own, in all places that held the old one."""
         if len({id(new) for new, _ in self.lists.values()}) < len(self.lists):
             return False  # One list in several places, where there were several.
-        held = Counter(
-            id(value)
-            for place in places
-            for value in place.held.values()
-            if id(value) in self.lists
-        )
+        held = Counter(id(value) for place in places for value in place.held.values())
         return all(held[old] == self._matches[old] for old in self.lists)
 
 
