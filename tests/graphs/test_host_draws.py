@@ -214,7 +214,7 @@ def test_calls_that_draw_by_their_size_are_not_padded(device: torch.device) -> N
     xs = [torch.randn(n, 4, device=device) for n in (3, 4, 2, 3, 4)]
     keep_pace(graphed, draws_a_row_each, *xs)
     assert graphed.statistics.padded == 0
-    with pytest.raises(gw.PaddingError, match="others for other sizes"):
+    with pytest.raises(gw.PaddingError, match="that depend on the input sizes"):
         graphed.prepare([(xs[0],)])
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
+from graphwright.calls.switches import read
 from graphwright.errors import VerificationError
 from graphwright.programs import acceleration
 from graphwright.programs.accelerated import Accelerated
@@ -571,3 +573,40 @@ def test_what_it_is_asked_is_checked(pair: Pair) -> None:
         gw.accelerate(pair, [(torch.rand(2, 8),)], buckets="all")  # type: ignore[arg-type]  # wrong
     with pytest.raises(gw.OptionError, match="budget"):
         gw.accelerate(pair, [(torch.rand(2, 8),)], budget=9)  # type: ignore[call-arg]  # wrong
+
+
+@pytest.mark.parametrize("switch", ["autocast", "mkldnn"])
+def test_a_program_s_own_switches_are_those_of_what_is_tuned(
+    switch: str, device: torch.device, tmp_path: Path
+) -> None:
+    class Program(Single):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            if switch == "autocast":
+                with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                    made: torch.Tensor = self.net(x)
+                return made
+            before = torch.backends.mkldnn.enabled
+            torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # typed as a function
+            try:
+                return super().__call__(x)
+            finally:
+                torch.backends.mkldnn.enabled = before  # type: ignore[assignment]  # likewise
+
+    torch.manual_seed(0)
+    program, x = Program(Net().to(device)), torch.rand(2, 8, device=device)
+    with torch.no_grad():
+        expected, before = program(x), read()
+        found = accelerated(program, [(x,)], buckets=None, strategies=["torchscript"])
+        assert [part.kept for part in found.parts] == [True], found.explain()
+        assert read() == before
+        calls = found.parts[0].calls["tuned"]
+        torch.testing.assert_close(program(x), expected, rtol=1e-2, atol=1e-2)
+        assert found.parts[0].calls["tuned"] == calls + 1
+        program(torch.rand(3, 8, device=device))
+        assert found.learn() == 1
+        gw.save(found, tmp_path / "program.gw")
+        found.undo()
+        again = gw.load(tmp_path / "program.gw", program, trust=True)
+        torch.testing.assert_close(program(x), expected, rtol=1e-2, atol=1e-2)
+        assert again.parts[0].calls["tuned"]
+        again.undo()

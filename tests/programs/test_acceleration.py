@@ -129,7 +129,7 @@ def test_what_is_right_and_faster_is_kept_and_undone(
     ("kind", "reason"),
     [
         ("wrong", "the result of call 0 differs: off by"),
-        ("slower", "the whole gains nothing with it"),
+        ("slower", "the program gains nothing with"),
         ("eager", "eager is the fastest"),
         (gw.SignatureError("It cannot be compared."), "It cannot be compared."),
     ],

@@ -314,13 +314,13 @@ TOGETHER: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
         Passes,
         {"x": None, "edge_index": {1: "n"}},
         (torch.randn(3, 4), EDGES),
-        "edge_index holds positions that go with x",
+        "edge_index holds indices into x",
     ),
     "bags": (
         Bags,
         {"ids": {0: "n"}, "offsets": None},
         (torch.tensor([3, 1, 4, 5]), torch.tensor([0, 2])),
-        "offsets holds positions that go with ids",
+        "offsets holds indices into ids",
     ),
 }
 

@@ -628,7 +628,7 @@ def _warn_of_computed(found: Dependencies) -> None:
 def cost_in_words(watch: ModuleWatch) -> list[str]:
     """A line on what it costs to look for changes; none where looking has a consequence."""
     if not watch._looks_at_all:
-        return ["changes of the module are not looked for"]
+        return ["the module is not checked for changes"]
     if watch.audit is not None:
         return []
     took = []
@@ -637,7 +637,7 @@ def cost_in_words(watch: ModuleWatch) -> list[str]:
         if not watch.unchanged():
             return []
         took.append(time.perf_counter() - began)
-    return [f"looking for changes takes {min(took) * 1e6:.1f} µs a call"]
+    return [f"checking the module for changes takes {min(took) * 1e6:.1f} µs per call"]
 
 
 def unread_in_words(watch: ModuleWatch) -> list[str]:

@@ -247,7 +247,7 @@ class _Asked:
         if part.chosen == EAGER:
             part.reason = "eager is the fastest"
         else:
-            with self._doing(f"comparing and timing the whole with {part.target} answered"):
+            with self._doing(f"comparing and timing the program with {part.target} answered"):
                 self._keep_if_it_pays(part, module, answer, found)
 
     def _answer_for(
@@ -279,11 +279,11 @@ class _Asked:
                 gain = 1 - times[1] / times[0]
                 if gain >= _LEAST_GAIN:
                     _take_in(found, *times)
-                    part.reason = f"the whole takes {gain:.0%} less time with it"
+                    part.reason = f"the program takes {gain:.0%} less time with it"
                     return
-                reason = f"the whole gains nothing with {part.chosen or 'it'} ({gain:+.1%})"
+                reason = f"the program gains nothing with {part.chosen or 'it'} ({gain:+.1%})"
         except Exception as error:  # The program's own.
-            reason = f"a call of the whole fails with it: {first_line(error)}"
+            reason = f"a call of the program fails with it: {first_line(error)}"
         self._installed.take_out(part)
         part.reason = reason
 

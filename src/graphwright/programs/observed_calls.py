@@ -22,6 +22,7 @@ from torch import nn
 from ..calls.leaves import describe, in_words
 from ..calls.snapshots import clone_leaves
 from ..calls.split import Args, argument_names, flatten, tensors_of, unflatten
+from ..calls.switches import read
 from ..errors import GraphwrightError
 from .installation import Answer, install, original_class, takes_installations, uninstall
 
@@ -61,6 +62,7 @@ class ObservedCall:
         host_s: seconds of the host in it, calls inside of it included.
         device_s: seconds of a GPU from its begin to its end; None without one.
         sample: the arguments as they were, where somebody wanted them.
+        switches: PyTorch's that the program has set around it, if there is a sample.
         has_tensors: whether tensors go in or come out.
     """
 
@@ -74,6 +76,7 @@ class ObservedCall:
     host_s: float = 0.0
     device_s: float | None = None
     sample: tuple[Args, dict[str, Any]] | None = None
+    switches: dict[str, Any] = field(default_factory=dict, repr=False)
     has_tensors: bool = False
     _events: tuple[Any, Any] | None = field(default=None, repr=False)
 
@@ -106,6 +109,7 @@ class CallsObserver:
         self._places, self.left_out = _places_of(modules)
         self._device, self._wanted = device, wanted
         self._kept: set[CallKind] = set()
+        self._switches = read()
         self._running = threading.local()
         self._installed: list[tuple[nn.Module, dict[str, Answer]]] = []
 
@@ -191,6 +195,8 @@ class CallsObserver:
             self._kept.add(call.kind)
             with contextlib.suppress(GraphwrightError):  # Something in them holds itself.
                 call.sample = _copied(args, kwargs)
+                before, now = self._switches, read()
+                call.switches = {name: now[name] for name in now if now[name] != before[name]}
         return call
 
     def _leave_out_others(self) -> None:

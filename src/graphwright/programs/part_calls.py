@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from ..artifacts.tuned_module import TunedModule, choice_of
 from ..calls.split import Args, Kwargs
+from ..calls.switches import apply, read
 from .inspection import SharedSize, varying_of
 from .installation import twin_of
 from .observed_calls import ModuleMethod, ObservedCall, described, positional_of
@@ -28,6 +30,7 @@ class PartCalls:
         counts: how often there was one of each kind.
         sizes: the shapes of the tensors in each, by name.
         varying: dimensions that vary from call to call.
+        switches: PyTorch's that the program sets around these calls, by name: its own autocast.
     """
 
     target: ModuleMethod
@@ -35,6 +38,18 @@ class PartCalls:
     counts: Sequence[float]
     sizes: Sequence[Mapping[str, tuple[int, ...]]]
     varying: Sequence[SharedSize]
+    switches: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def own_switches(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, switches of PyTorch's are as a program sets them around its calls."""
+    before = read()
+    apply({**before, **values})
+    try:
+        yield
+    finally:
+        apply(before)
 
 
 def calls_of(
@@ -47,12 +62,16 @@ def calls_of(
     counts = {tuple(words.items()): count for words, count in kinds}
     often = sorted(calls, key=lambda call: counts.get(call.kind[2], 0), reverse=True)
     with_samples = [call for call in often if call.sample is not None]
+    # Calls under other switches stay the module's own.
+    switches = with_samples[0].switches if with_samples else {}
+    with_samples = [call for call in with_samples if call.switches == switches]
     return PartCalls(
         target,
         [call.sample for call in with_samples if call.sample is not None],
         [counts.get(call.kind[2], 1) for call in with_samples],
         [call.sizes for call in with_samples],
         varying,
+        switches,
     )
 
 
@@ -64,7 +83,8 @@ def calls_learned(
     counts = [*(known.counts[:MOST_KNOWN] if known else ()), *(1.0 for _ in missed)]
     positional = positional_of(getattr(twin_of(module), target.method))
     sizes = [described(positional, args, dict(kwargs))[1] for args, kwargs in samples]
-    return PartCalls(target, samples, counts, sizes, varying_of(sizes))
+    switches = known.switches if known else {}
+    return PartCalls(target, samples, counts, sizes, varying_of(sizes), switches)
 
 
 def calls_saved(target: ModuleMethod, module: nn.Module, tuned: TunedModule) -> PartCalls | None:

@@ -21,7 +21,7 @@ from ..tuning.tuner import tune
 from .inspection import SharedSize
 from .installation import twin_of
 from .observed_calls import FORWARD
-from .part_calls import MOST_KNOWN, PartCalls
+from .part_calls import MOST_KNOWN, PartCalls, own_switches
 
 # The method that graph_generate() answers, and how that is called.
 GENERATE, GENERATE_BY = "generate", "graph_generate"
@@ -76,10 +76,17 @@ def tuned_for(
     Raises:
         GraphwrightError: it cannot be tuned.
     """
+    with own_switches(calls.switches):
+        return _tuned(module, calls, buckets, dict(options))
+
+
+def _tuned(
+    module: nn.Module, calls: PartCalls, buckets: bool, options: dict[str, Any]
+) -> TunedModule:
     twin = twin_of(module)
     called: Any = twin if calls.target.method == FORWARD else getattr(twin, calls.target.method)
     device = next((t.device.type for t in tensors_of(calls.samples[0])), "cpu")
-    began, options = time.monotonic(), dict(options)
+    began = time.monotonic()
     if buckets and calls.varying and len(calls.varying) <= _MOST_DIMENSIONS:
         found = _tuned_for_any_size(called, calls, device, options)
         if found is not None:

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..artifacts import container, loading, saving
 from ..artifacts.tuned_module import TunedModule
 from ..artifacts.untuned_calls import OnMiss
 from ..calls.options import names_checked
-from ..calls.serialization import digest_of
+from ..calls.serialization import digest_of, packed, unpacked
 from ..calls.watch import Checks
 from ..errors import ArtifactError, GraphwrightError
 from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, InstalledParts, PartLearner
@@ -33,7 +34,7 @@ from .inspector import name_of
 from .installation import twin_of
 from .observed_calls import FORWARD, ModuleMethod
 from .part_answer import TunedAnswer
-from .part_calls import calls_saved
+from .part_calls import calls_saved, own_switches
 from .part_tuning import GENERATE_BY, GenerateAnswer, generator_of
 from .program_modules import modules_inside
 from .sentence_batches import BatchSize
@@ -192,7 +193,10 @@ def _row(part: AcceleratedPart, number: int, folder: Path) -> dict[str, Any]:
     }
     if part.tuned is not None:
         row["file"] = f"part-{number}.gw"
-        row["chosen"] = saving.save(part.tuned, folder / row["file"])
+        known = part.answer.known if isinstance(part.answer, TunedAnswer) else None
+        with own_switches(known.switches if known else {}):
+            row["chosen"] = saving.save(part.tuned, folder / row["file"])
+        row["switches"] = packed(dict(known.switches) if known else {}, {}, "")
     return row
 
 
@@ -232,7 +236,10 @@ def load_program(
                 _refuse_other_weights(module, part.target.path, known["weights"])
                 found.parts.append(part)
                 file = _extracted(path, archive, row["file"], folder)
-                installed.put_in(part, module, _answer(part, module, file, trust, options))
+                switches = unpacked(row.get("switches", {}), {})
+                with own_switches(switches):
+                    answer = _answer(part, module, file, trust, options, switches)
+                installed.put_in(part, module, answer)
         except BaseException:
             found.undo()
             raise
@@ -311,6 +318,7 @@ def _answer(
     file: Path | None,
     trust: bool,
     options: Mapping[str, Any],
+    switches: Mapping[str, Any],
 ) -> Any:
     """What answers a part, made again from what was saved."""
     if file is not None:
@@ -318,6 +326,7 @@ def _answer(
         called = twin if part.target.method == FORWARD else getattr(twin, part.target.method)
         tuned = loading.load(file, called, trust=trust, **options)
         calls = calls_saved(part.target, module, tuned)
+        calls = calls and replace(calls, switches=switches)
         return TunedAnswer(module, part.target.method, tuned, calls)
     if part.chosen == GENERATE_BY:
         return GenerateAnswer(generator_of(module))

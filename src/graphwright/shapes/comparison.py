@@ -143,7 +143,7 @@ class _Outputs:
 def _broken_rule(output: torch.Tensor, rule: Geometry | int | None) -> str | None:
     """How the shape of an output is none that follows from the sizes, in words, or None."""
     if isinstance(rule, tuple) and tuple(output.shape) != rule[0]:
-        return f"has shape {tuple(output.shape)}, where {rule[0]} follows the rule"
+        return f"has shape {tuple(output.shape)}, but {rule[0]} was expected from other sizes"
     return None
 
 
@@ -224,7 +224,7 @@ def _tensor_difference(have: torch.Tensor, want: torch.Tensor, *, exactly: bool)
             limit = _NO_TF32
         if error.rms <= limit and error.max <= 10 * limit * peak:
             return None
-    return f"changes by {error.rms:.1e} of its root mean square (largest: {error.max:.1e})"
+    return f"changes by {error.rms:.1e} of its root mean square (largest change: {error.max:.1e})"
 
 
 def _elementwise(have: torch.Tensor, want: torch.Tensor) -> bool:

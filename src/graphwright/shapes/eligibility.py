@@ -29,7 +29,7 @@ from .sampler import CallSampler
 # Memory from outside of at most this many bytes is taken for a counter, which may be written to.
 _COUNTER_BYTES = 16
 # Why calls that draw more where they are larger may not be padded.
-OTHER_DRAWS = "it draws random numbers, others for other sizes"
+OTHER_DRAWS = "it draws random numbers that depend on the input sizes"
 
 
 @dataclass(frozen=True)

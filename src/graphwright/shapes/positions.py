@@ -12,7 +12,7 @@ from ..calls.modes import OperationMode
 from ..calls.operations import tensors, written
 
 # What is said of an argument that does, between its name and those of the others.
-HOLDS_POSITIONS = " holds positions that go with "
+HOLDS_POSITIONS = " holds indices into "
 # What operations of ATen call the arguments that hold positions.
 _POSITIONS = ("index", "indices", "offsets")
 

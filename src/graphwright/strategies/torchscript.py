@@ -46,6 +46,18 @@ _OVERLOADS = "__overloads__"
 
 
 @contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """A cast weight that autocast keeps would be a constant of the trace."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextlib.contextmanager
 def _unmarked(model: nn.Module) -> Iterator[None]:
     """TorchScript notes in a module which of its methods are overloaded: that is no attribute."""
     without = [vars(each) for each in model.modules() if _OVERLOADS not in vars(each)]
@@ -95,7 +107,7 @@ class TorchScript:
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Script the model, or trace it with the reason why it could not be scripted."""
         notes: list[str] = []
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast_cache():
             known: _Scripted | _Traced
             try:
                 known = self._script(model, args, kwargs)
