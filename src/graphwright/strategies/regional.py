@@ -16,7 +16,6 @@ import torch
 from torch import fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..calls.snapshots import clone_leaves
 from ..calls.split import Args, Kwargs, flatten
@@ -254,6 +253,7 @@ def _kernels_together() -> Iterator[None]:
 def _compiled(region: GraphRegion, given: Sequence[torch.Tensor]) -> _Compiled:
     """A region's code for inputs like some."""
     from torch._inductor.compile_fx import compile_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Without a mode that could hold symbols, nothing gets into the cache.
     mode = FakeTensorMode(shape_env=ShapeEnv())
