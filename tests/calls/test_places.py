@@ -25,10 +25,10 @@ from graphwright.calls.places import (
     LengthPlace,
     Name,
     PartsPlace,
-    Place,
     SequencePlace,
     SetPlace,
     SlotsPlace,
+    StatePlace,
     Written,
     emptied,
 )
@@ -68,23 +68,23 @@ def _write(owner: Any) -> Change:
     return change
 
 
-def _attributes() -> tuple[Place, Change]:
+def _attributes() -> tuple[StatePlace, Change]:
     box = Box()
     return AttributesPlace(NAME, box), _write(box)
 
 
-def _attributes_of_a_module() -> tuple[Place, Change]:
+def _attributes_of_a_module() -> tuple[StatePlace, Change]:
     module = nn.Module()
     vars(module).update(first=1, second=2)
     return AttributesPlace(NAME, module), _write(module)
 
 
-def _slots() -> tuple[Place, Change]:
+def _slots() -> tuple[StatePlace, Change]:
     held = Slotted()
     return SlotsPlace(NAME, held), _write(held)
 
 
-def _closure() -> tuple[Place, Change]:
+def _closure() -> tuple[StatePlace, Change]:
     first, second = 1, 2
 
     def write() -> None:
@@ -100,7 +100,7 @@ def _closure() -> tuple[Place, Change]:
     return ClosurePlace(NAME, function), write
 
 
-def _globals() -> tuple[Place, Change]:
+def _globals() -> tuple[StatePlace, Change]:
     held = {"first": 1, "second": 2, "other": 3}
     names = ("first", "second", "third")
     place = GlobalsPlace(held, names, frozenset(names))
@@ -112,7 +112,7 @@ def _globals() -> tuple[Place, Change]:
     return place, write
 
 
-def _dictionary(kind: type = dict) -> tuple[Place, Change]:
+def _dictionary(kind: type = dict) -> tuple[StatePlace, Change]:
     held = kind(first=1, second=2)
 
     def write() -> None:
@@ -123,7 +123,7 @@ def _dictionary(kind: type = dict) -> tuple[Place, Change]:
     return DictionaryPlace(NAME, held), write
 
 
-def _row(held: Any) -> tuple[Place, Change]:
+def _row(held: Any) -> tuple[StatePlace, Change]:
     def write() -> None:
         held.append(5)
         held[0] = 4
@@ -131,12 +131,12 @@ def _row(held: Any) -> tuple[Place, Change]:
     return SequencePlace(NAME, held), write
 
 
-def _set() -> tuple[Place, Change]:
+def _set() -> tuple[StatePlace, Change]:
     held = {1, 2}
     return SetPlace(NAME, held), lambda: held.symmetric_difference_update((2, 3))
 
 
-def _content(held: Any) -> tuple[Place, Change]:
+def _content(held: Any) -> tuple[StatePlace, Change]:
     def write() -> None:
         held[0] = 7
 
@@ -147,23 +147,23 @@ def _class(**attributes: Any) -> Any:
     return type("Own", (Box,), attributes)
 
 
-def _parts_of_a_class() -> tuple[Place, Change]:
+def _parts_of_a_class() -> tuple[StatePlace, Change]:
     own = _class(scale=2)
     return ClassPartsPlace(NAME, own, ["scale"]), lambda: setattr(own, "scale", 3)
 
 
-def _parts_of_a_file() -> tuple[Place, Change]:
+def _parts_of_a_file() -> tuple[StatePlace, Change]:
     file = types.ModuleType("a_file")
     vars(file).update(SCALE=2)
     return PartsPlace(NAME, file, ["SCALE"]), lambda: vars(file).update(SCALE=3)
 
 
-def _inherited() -> tuple[Place, Change]:
+def _inherited() -> tuple[StatePlace, Change]:
     own = _class()
     return InheritedPlace(NAME, own, ["kept"]), lambda: setattr(own, "kept", 2)
 
 
-CASES: dict[str, Callable[[], tuple[Place, Change]]] = {
+CASES: dict[str, Callable[[], tuple[StatePlace, Change]]] = {
     "attributes": _attributes,
     "attributes of a module": _attributes_of_a_module,
     "slots": _slots,
@@ -228,7 +228,7 @@ def test_what_is_compared_by_its_length_is_not_put_back() -> None:
     assert held == [1, 2]
 
 
-def _owners() -> dict[str, tuple[Any, type[Place]]]:
+def _owners() -> dict[str, tuple[Any, type[StatePlace]]]:
     """Owners of something under the key `first`, by kind."""
     return {
         "attribute": (Box(), AttributesPlace),

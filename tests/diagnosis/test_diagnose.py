@@ -15,7 +15,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.diagnosis.faults import judged
 from graphwright.diagnosis.recapture import stale_words
-from graphwright.diagnosis.result import Cause
+from graphwright.diagnosis.result import DifferenceCause
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cpu import recorder
 
@@ -108,7 +108,7 @@ def test_a_graph_that_is_right_is_found_right(device: torch.device) -> None:
     model, x = Stack(3).eval().to(device), sample(device)
     found = gw.diagnose(gw.capture(model, x), (sample(device),), isolate=False)
     assert found.ok
-    assert found.cause is Cause.NONE
+    assert found.cause is DifferenceCause.NONE
     assert found.operation is None
     assert "agree" in str(found)
 
@@ -126,7 +126,7 @@ def test_a_stale_constant_is_named(device: torch.device) -> None:
     graph = gw.capture(model, x)
     model.blocks[2].scale = 3.0
     found = gw.diagnose(graph, (x,), isolate=False)
-    assert found.cause is Cause.CONSTANT
+    assert found.cause is DifferenceCause.CONSTANT
     assert found.operation == "aten.mul.Tensor"
     assert found.module == "blocks.2"
     assert found.line == line_with("the scale")
@@ -141,7 +141,7 @@ def test_a_constant_tensor_that_was_replaced_is_named(device: torch.device) -> N
         linear = model.blocks[1].linear
         linear.weight.data = linear.weight + 1
     found = gw.diagnose(graph, (x,), isolate=False)
-    assert found.cause is Cause.CONSTANT
+    assert found.cause is DifferenceCause.CONSTANT
     assert found.operation == "aten.addmm.default"
     assert found.module == "blocks.1.linear"
 
@@ -159,7 +159,7 @@ def test_another_branch_is_named(device: torch.device) -> None:
     graph = gw.capture(model, x)
     model.way = False
     found = gw.diagnose(graph, (x,), isolate=False)
-    assert found.cause is Cause.OPERATIONS
+    assert found.cause is DifferenceCause.OPERATIONS
     assert found.operation == "aten.cos.default"
     assert found.line == line_with("the fork")
 
@@ -175,7 +175,7 @@ def test_a_wrong_kernel_is_named(device: torch.device, monkeypatch: pytest.Monke
     if device.type == "cpu":
         spoil_replays(monkeypatch, "graphwright_tests.odd.default")
     found = gw.diagnose(graph, (x,), isolate=False)
-    assert found.cause is Cause.RESULT, str(found)
+    assert found.cause is DifferenceCause.RESULT, str(found)
     assert found.operation == "graphwright_tests.odd.default"
     assert found.module == ""
     assert found.line == line_with("the odd operation")
@@ -211,7 +211,7 @@ def test_an_operation_that_keeps_state_is_named() -> None:
     graph.record()
     Plan.calls = 1
     found = gw.diagnose(graph, (x,))
-    assert found.cause is Cause.RESULT, str(found)
+    assert found.cause is DifferenceCause.RESULT, str(found)
     assert found.operation == "graphwright_tests.counting.default"
     assert found.line == line_with("the count")
     assert "each time" in str(found)
@@ -221,7 +221,7 @@ def test_an_index_out_of_range_is_named_on_the_cpu() -> None:
     model, ids = Table().eval(), torch.tensor([[1, 2, 3]])
     graph = gw.capture(model, ids)
     found = gw.diagnose(graph, (torch.tensor([[1, 2, 30]]),))
-    assert found.cause is Cause.ERROR
+    assert found.cause is DifferenceCause.ERROR
     assert found.operation == "aten.embedding.default"
     assert found.module == "embedding"
     assert found.line == line_with("the look-up")
@@ -235,7 +235,7 @@ def test_an_index_out_of_range_is_named_on_a_gpu() -> None:
     model, ids = Table().eval().cuda(), torch.tensor([[1, 2, 3]], device="cuda")
     graph = gw.capture(model, ids)
     found = gw.diagnose(graph, (torch.tensor([[1, 2, 30]], device="cuda"),))
-    assert found.cause is Cause.FAULT, str(found)
+    assert found.cause is DifferenceCause.FAULT, str(found)
     assert found.operation == "aten.embedding.default"
     assert found.module == "embedding"
     assert found.line == line_with("the look-up")
@@ -262,7 +262,7 @@ def test_what_ends_the_process_is_found_in_a_child() -> None:
     graph.warm()
     graph.record()
     found = gw.diagnose(graph, (x * 100,), isolate=True, timeout_s=60)
-    assert found.cause is Cause.FAULT, str(found)
+    assert found.cause is DifferenceCause.FAULT, str(found)
     assert found.operation == "graphwright_tests.trusting.default"
     assert found.line == line_with("the trust")
     assert found.error is not None
@@ -304,7 +304,7 @@ def test_a_stale_constant_in_a_later_segment_is_named(device: torch.device) -> N
     graph(x)
     model.second.scale = 3.0
     found = gw.diagnose(graph, (x,), isolate=False)
-    assert found.cause is Cause.CONSTANT, str(found)
+    assert found.cause is DifferenceCause.CONSTANT, str(found)
     assert found.module == "second"
     assert found.line == line_with("the scale")
 
@@ -326,7 +326,7 @@ def test_what_the_call_writes_is_put_back(device: torch.device) -> None:
         assert torch.equal(torch.get_rng_state(), state)
         norm.eps = 0.5
         found = gw.diagnose(graph, (x,), isolate=False)
-        assert found.cause is Cause.CONSTANT, str(found)
+        assert found.cause is DifferenceCause.CONSTANT, str(found)
         assert "batch_norm" in str(found.operation)
         for name, value in norm.state_dict().items():
             assert torch.equal(value, before[name]), name
@@ -360,7 +360,7 @@ def test_arguments_that_are_written_to_are_compared(device: torch.device) -> Non
     model.step = 2.0
     held = x.clone()
     found = gw.diagnose(graph, (x,), isolate=False)
-    assert found.cause is Cause.CONSTANT, str(found)
+    assert found.cause is DifferenceCause.CONSTANT, str(found)
     assert found.line == line_with("the step")
     assert torch.equal(x, held)
 
@@ -372,7 +372,7 @@ def test_one_of_400_nodes_is_found(device: torch.device) -> None:
     model.blocks[90].scale = 3.0
     found = gw.diagnose(graph, (x,), isolate=False)
     assert found.module == "blocks.90"
-    assert found.cause is Cause.CONSTANT
+    assert found.cause is DifferenceCause.CONSTANT
 
 
 # What it refuses.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs.cuda.side_streams import Placed, StreamPlan
+from graphwright.graphs.cuda.side_streams import StreamPlacement, StreamPlan
 
 
 class Plan:
@@ -24,9 +24,9 @@ class Plan:
 
 def test_a_chain_stays_on_the_main_stream() -> None:
     plan = Plan()
-    assert plan.add("a", "x", begins=True) == Placed(0, 0, ())
-    assert plan.add("b", "a", "weight") == Placed(1, 0, ())
-    assert plan.add("c", "b", "a") == Placed(2, 0, ())
+    assert plan.add("a", "x", begins=True) == StreamPlacement(0, 0, ())
+    assert plan.add("b", "a", "weight") == StreamPlacement(1, 0, ())
+    assert plan.add("c", "b", "a") == StreamPlacement(2, 0, ())
 
 
 def test_branches_go_to_streams_of_their_own_and_meet() -> None:
@@ -34,10 +34,10 @@ def test_branches_go_to_streams_of_their_own_and_meet() -> None:
     plan.add("trunk", "x", begins=True)
     plan.add("a1", "trunk")
     assert plan.add("a2", "a1").stream == 0
-    assert plan.add("b1", "trunk") == Placed(3, 1, (0,))
-    assert plan.add("b2", "b1") == Placed(4, 1, ())
-    assert plan.add("c1", "trunk") == Placed(5, 2, (0,))
-    assert plan.add("cat", "a2", "b2", "c1") == Placed(6, 0, (4, 5))
+    assert plan.add("b1", "trunk") == StreamPlacement(3, 1, (0,))
+    assert plan.add("b2", "b1") == StreamPlacement(4, 1, ())
+    assert plan.add("c1", "trunk") == StreamPlacement(5, 2, (0,))
+    assert plan.add("cat", "a2", "b2", "c1") == StreamPlacement(6, 0, (4, 5))
 
 
 def test_branches_of_the_arguments_begin_side_by_side() -> None:
@@ -45,7 +45,7 @@ def test_branches_of_the_arguments_begin_side_by_side() -> None:
     assert plan.add("a", "x", begins=True).stream == 0
     assert plan.add("b", "x", begins=True).stream == 1
     # No stream is left: the one that has rested longest.
-    assert plan.add("c", "x", begins=True) == Placed(2, 0, ())
+    assert plan.add("c", "x", begins=True) == StreamPlacement(2, 0, ())
 
 
 def test_what_needs_nothing_goes_where_the_last_one_went() -> None:
@@ -61,23 +61,23 @@ def test_a_write_waits_for_all_that_read() -> None:
     plan.add("a", "x", begins=True)
     plan.add("r1", "a")
     plan.add("r2", "a")  # on stream 1
-    assert plan.add("w", "a", writes=("a",)) == Placed(3, 0, (2,))
-    assert plan.add("after", "a") == Placed(4, 0, ())
+    assert plan.add("w", "a", writes=("a",)) == StreamPlacement(3, 0, (2,))
+    assert plan.add("after", "a") == StreamPlacement(4, 0, ())
 
 
 def test_a_read_waits_for_the_last_write_to_memory_from_outside() -> None:
     plan = Plan()
     plan.add("a", "x", "statistics", writes=("statistics",), begins=True)
-    assert plan.add("b", "x", "statistics", begins=True) == Placed(1, 0, ())
+    assert plan.add("b", "x", "statistics", begins=True) == StreamPlacement(1, 0, ())
 
 
 def test_a_stream_waits_for_an_operation_once() -> None:
     plan = Plan()
     plan.add("a", "x", begins=True)
     plan.add("a2", "a")
-    assert plan.add("b", "a") == Placed(2, 1, (0,))
-    assert plan.add("b2", "b", "a") == Placed(3, 1, ())
-    assert plan.add("b3", "b2", "a2") == Placed(4, 0, (3,))
+    assert plan.add("b", "a") == StreamPlacement(2, 1, (0,))
+    assert plan.add("b2", "b", "a") == StreamPlacement(3, 1, ())
+    assert plan.add("b3", "b2", "a2") == StreamPlacement(4, 0, (3,))
 
 
 class Towers(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from graphwright.evaluation.accuracy import ErrorMeasure
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
-from graphwright.report.result import Row, Shape, Status, Step
+from graphwright.report.result import BestSoFar, Row, Shape, Status
 from graphwright.tuning.selection import reason_for
 
 # What would end an element, an attribute or a script, if it were not escaped.
@@ -74,9 +74,9 @@ def report(model: str = "Model", why: str = "it is not here", objective: str = "
         created="2026-11-26T04:44:10+00:00",
         seconds=50.0,
         curve=[
-            Step(3.0, "eager", 1.0),
-            Step(9.0, "inductor", 1.9),
-            Step(30.0, "inductor+graph", 7.5),
+            BestSoFar(3.0, "eager", 1.0),
+            BestSoFar(9.0, "inductor", 1.9),
+            BestSoFar(30.0, "inductor+graph", 7.5),
         ],
     )
     assert found.chosen_row is not None

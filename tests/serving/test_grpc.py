@@ -23,7 +23,7 @@ from open_inference.grpc.service import GRPCInferenceServiceStub
 from graphwright.serving import grpc_codec
 from graphwright.serving import grpc_extensions as extensions
 from graphwright.serving.grpc import server
-from graphwright.serving.protocol import Kind
+from graphwright.serving.protocol import ErrorKind
 
 TOKEN = "secret"
 CASES = [
@@ -33,16 +33,16 @@ CASES = [
     *("concurrent_aio", "everything_aio", "errors_aio"),
 ]
 CODES = {
-    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    Kind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Kind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Kind.CANCELLED: grpc.StatusCode.CANCELLED,
-    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    Kind.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
-    Kind.FAILED: grpc.StatusCode.INTERNAL,
+    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorKind.FAILED: grpc.StatusCode.INTERNAL,
 }
 
 
@@ -146,8 +146,8 @@ def test_open_inference_s_own_client() -> None:
     talking(talk)
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_each_error_has_its_code_and_says_when_to_ask_again(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_each_error_has_its_code_and_says_when_to_ask_again(kind: ErrorKind) -> None:
     async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         error = await refusal(stub.ModelInfer(floats(f"error:{kind.name}", 1.0)))

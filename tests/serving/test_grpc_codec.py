@@ -14,9 +14,9 @@ from graphwright.serving import grpc_extensions as extensions
 from graphwright.serving.protocol import (
     BYTES,
     DTYPES,
+    ErrorKind,
     InferRequest,
     InferResponse,
-    Kind,
     RequestError,
     Strings,
 )
@@ -254,7 +254,7 @@ def test_a_confused_request_is_refused_and_its_tensor_named(what: str) -> None:
     sent, text = CONFUSED[what]
     with pytest.raises(RequestError) as caught:
         grpc_codec.infer_request(sent, 0.0, None, None)
-    assert caught.value.kind is Kind.INVALID
+    assert caught.value.kind is ErrorKind.INVALID
     assert text in str(caught.value)
     assert "'x'" in str(caught.value)
 
@@ -275,7 +275,7 @@ def test_a_confused_request_with_no_tensor_to_name(
 ) -> None:
     with pytest.raises(RequestError, match=text) as caught:
         grpc_codec.infer_request(sent, 0.0, None, None)
-    assert caught.value.kind is Kind.INVALID
+    assert caught.value.kind is ErrorKind.INVALID
 
 
 def test_what_is_not_supported() -> None:
@@ -288,14 +288,14 @@ def test_what_is_not_supported() -> None:
     ):
         with pytest.raises(RequestError, match="'x'") as caught:
             grpc_codec.infer_request(sent, 0.0, None, None)
-        assert caught.value.kind is Kind.UNSUPPORTED
+        assert caught.value.kind is ErrorKind.UNSUPPORTED
 
 
 def test_a_message_does_not_hold_all_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_codec, "MOST_BYTES", 15)
     with pytest.raises(RequestError, match="16 bytes") as caught:
         grpc_codec.infer_response(InferResponse("m", "", "", {"y": torch.zeros(4)}))
-    assert caught.value.kind is Kind.TOO_LARGE
+    assert caught.value.kind is ErrorKind.TOO_LARGE
 
 
 def test_parameters_to_load_a_model() -> None:
@@ -305,7 +305,7 @@ def test_parameters_to_load_a_model() -> None:
 
     plain = sent(config={"string_param": "{}"}, warm={"bool_param": False}, n={"int64_param": 0})
     assert grpc_codec.load_parameters(plain) == {"config": "{}", "warm": False, "n": 0}
-    for values, kind in (({"bytes_param": b""}, Kind.UNSUPPORTED), ({}, Kind.INVALID)):
+    for values, kind in (({"bytes_param": b""}, ErrorKind.UNSUPPORTED), ({}, ErrorKind.INVALID)):
         with pytest.raises(RequestError, match="'x'") as caught:
             grpc_codec.load_parameters(sent(x=values))
         assert caught.value.kind is kind

@@ -25,7 +25,7 @@ from graphwright.serving import http_codec as codec
 from graphwright.serving import http_connection
 from graphwright.serving.http import application
 from graphwright.serving.http_connection import Connection
-from graphwright.serving.protocol import Kind
+from graphwright.serving.protocol import ErrorKind
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
 triton_aio = pytest.importorskip("tritonclient.http.aio")
@@ -328,19 +328,19 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("kind", "status"),
         [
-            (Kind.INVALID, 400),
-            (Kind.UNAUTHENTICATED, 401),
-            (Kind.NOT_FOUND, 404),
-            (Kind.TOO_LARGE, 413),
-            (Kind.OVERLOADED, 429),
-            (Kind.CANCELLED, 499),
-            (Kind.FAILED, 500),
-            (Kind.UNSUPPORTED, 501),
-            (Kind.UNAVAILABLE, 503),
-            (Kind.TOO_LATE, 504),
+            (ErrorKind.INVALID, 400),
+            (ErrorKind.UNAUTHENTICATED, 401),
+            (ErrorKind.NOT_FOUND, 404),
+            (ErrorKind.TOO_LARGE, 413),
+            (ErrorKind.OVERLOADED, 429),
+            (ErrorKind.CANCELLED, 499),
+            (ErrorKind.FAILED, 500),
+            (ErrorKind.UNSUPPORTED, 501),
+            (ErrorKind.UNAVAILABLE, 503),
+            (ErrorKind.TOO_LATE, 504),
         ],
     )
-    def test_each_kind(self, web: httpx.Client, kind: Kind, status: int) -> None:
+    def test_each_kind(self, web: httpx.Client, kind: ErrorKind, status: int) -> None:
         answer = web.post(f"/v2/models/error:{kind.name}/infer", json={"inputs": []})
         assert answer.status_code == status
         assert answer.json() == {"error": "So it is. Ask öfter."}

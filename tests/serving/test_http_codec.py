@@ -19,10 +19,10 @@ from graphwright.serving.http_codec import BinaryOutputs
 from graphwright.serving.protocol import (
     DTYPES,
     Duration,
+    ErrorKind,
     IndexEntry,
     InferRequest,
     InferResponse,
-    Kind,
     ModelMetadata,
     ModelStatistics,
     RequestError,
@@ -154,7 +154,7 @@ class TestRoundTrip:
     def test_any_bytes_are_read_or_refused(self, body: bytes) -> None:
         with pytest.raises(RequestError) as info:
             decoded(body)
-        assert info.value.kind is Kind.INVALID
+        assert info.value.kind is ErrorKind.INVALID
 
     @given(
         st.recursive(
@@ -183,7 +183,7 @@ class TestRoundTrip:
                 kind = None
                 assert not tail
                 assert all(isinstance(v, torch.Tensor | Strings) for v in request.inputs.values())
-            assert kind in (None, Kind.INVALID, Kind.UNSUPPORTED)
+            assert kind in (None, ErrorKind.INVALID, ErrorKind.UNSUPPORTED)
 
 
 class TestMemory:
@@ -427,7 +427,7 @@ class TestRefusals:
     def test_what_cannot_be_read(self, body: Unreadable) -> None:
         with pytest.raises(RequestError, match=body.says) as info:
             decoded(body.head, body.tail, length=body.length)
-        assert info.value.kind is Kind.INVALID
+        assert info.value.kind is ErrorKind.INVALID
         assert len(info.value.what) < 300
 
     @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ class TestRefusals:
     def test_other_extensions(self, body: Any) -> None:
         with pytest.raises(RequestError, match="extension") as info:
             decoded(body)
-        assert info.value.kind is Kind.UNSUPPORTED
+        assert info.value.kind is ErrorKind.UNSUPPORTED
 
     @pytest.mark.parametrize(
         "header", [b"", b"-1", b"nan", b"1.5", b"0x10", b"1_0", b" 1", b"9" * 30]
@@ -448,20 +448,20 @@ class TestRefusals:
     def test_lengths_of_json(self, header: bytes) -> None:
         with pytest.raises(RequestError, match="Inference-Header-Content-Length") as info:
             codec.json_length(header)
-        assert info.value.kind is Kind.INVALID
+        assert info.value.kind is ErrorKind.INVALID
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_halves_have_no_json(self, dtype: torch.dtype) -> None:
         response = InferResponse("m", "", "", {"y": torch.ones(1, dtype=dtype)})
         with pytest.raises(RequestError, match=r'Output "y".*\n.*binary') as info:
             codec.encode_infer(response, ALL_JSON)
-        assert info.value.kind is Kind.INVALID
+        assert info.value.kind is ErrorKind.INVALID
 
     def test_bytes_that_are_no_text_have_no_json(self) -> None:
         response = InferResponse("m", "", "", {"y": Strings((1,), (b"\xff",))})
         with pytest.raises(RequestError, match=r'Output "y".*UTF-8') as info:
             codec.encode_infer(response, ALL_JSON)
-        assert info.value.kind is Kind.INVALID
+        assert info.value.kind is ErrorKind.INVALID
 
 
 class TestCompression:
@@ -475,7 +475,7 @@ class TestCompression:
         assert codec.decompress(body, encoding, len(plain), 5) == plain
         with pytest.raises(RequestError, match=f"larger than {len(plain) - 1} bytes") as info:
             codec.decompress(body, encoding, len(plain) - 1, 5)
-        assert info.value.kind is Kind.TOO_LARGE
+        assert info.value.kind is ErrorKind.TOO_LARGE
 
     @pytest.mark.parametrize(
         ("body", "encoding", "says"),
@@ -492,7 +492,7 @@ class TestCompression:
     def test_what_is_not_compressed_so(self, body: bytes, encoding: bytes, says: str) -> None:
         with pytest.raises(RequestError, match=says) as info:
             codec.decompress(memoryview(body), encoding, LIMIT, 0)
-        assert info.value.kind is Kind.INVALID
+        assert info.value.kind is ErrorKind.INVALID
 
 
 class TestAnswers:

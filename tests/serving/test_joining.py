@@ -20,7 +20,7 @@ import graphwright as gw
 from graphwright.serving.joining import Part
 from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.prepared_model import PreparedModel
-from graphwright.serving.protocol import DTYPES, Kind, RequestError, TensorMetadata
+from graphwright.serving.protocol import DTYPES, ErrorKind, RequestError, TensorMetadata
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_malformed_request_is_told_what_is_wrong(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         prepared.joiner.part(inputs)
-    assert caught.value.kind is Kind.INVALID
+    assert caught.value.kind is ErrorKind.INVALID
     assert words in str(caught.value)
 
 
@@ -197,7 +197,7 @@ def test_a_file_without_its_model_answers_the_sizes_that_were_saved(tmp_path: Pa
     for length in (4, 5):  # Some were computed before it was known that padding does harm.
         with pytest.raises(RequestError, match=rf"length {length}.* of 2×8, 2×16") as caught:
             parts(1, length)
-        assert caught.value.kind is Kind.INVALID
+        assert caught.value.kind is ErrorKind.INVALID
     facts_without("argument_names")(path)  # As earlier versions saved it.
     earlier = PreparedModel(ModelConfig(gw.load(path, trust=True)))
     assert [each.name for each in earlier.inputs] == ["args.0", "args.1"]
@@ -512,7 +512,7 @@ def test_a_result_that_its_call_does_not_explain_is_not_cut() -> None:
     assert found.compute([usual], (1,))
     with pytest.raises(RequestError, match=r"shape \[2, 3\], which does not follow") as caught:
         found.compute([other], (1,))
-    assert caught.value.kind is Kind.FAILED
+    assert caught.value.kind is ErrorKind.FAILED
 
 
 def test_a_result_of_another_datatype_is_not_sent() -> None:
@@ -527,7 +527,7 @@ def test_a_result_of_another_datatype_is_not_sent() -> None:
     words = "'output' is of torch.float64, and of torch.float32 in the sample call"
     with pytest.raises(RequestError, match=words) as caught:
         found.compute([other], (1,))
-    assert caught.value.kind is Kind.FAILED
+    assert caught.value.kind is ErrorKind.FAILED
 
 
 class _Named:
@@ -571,7 +571,7 @@ def test_an_output_that_a_call_leaves_out_or_adds_is_not_taken_for_another(
     words = f"the outputs {given}, and in the sample call score, mask\\."
     with pytest.raises(RequestError, match=words) as caught:
         found.compute([part], (1,))
-    assert caught.value.kind is Kind.FAILED
+    assert caught.value.kind is ErrorKind.FAILED
 
 
 def test_values_beside_the_outputs_may_change() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphwright.serving import requests
-from graphwright.serving.protocol import BYTES, DTYPES, Kind, RequestError, Strings, Value
+from graphwright.serving.protocol import BYTES, DTYPES, ErrorKind, RequestError, Strings, Value
 
 SHAPES = st.lists(st.integers(-1, 3) | st.just(2**61), max_size=4)
 
@@ -29,7 +29,7 @@ def test_no_token_or_another_one(sent: str | None) -> None:
     requests.check_token(sent, None)
     with pytest.raises(RequestError) as caught:
         requests.check_token(sent, "sécret")
-    assert caught.value.kind is Kind.UNAUTHENTICATED
+    assert caught.value.kind is ErrorKind.UNAUTHENTICATED
     assert "sécret" not in str(caught.value)
 
 
@@ -62,7 +62,7 @@ def test_any_data_is_refused_or_read_as_it_is(datatype: str, shape: list[int], d
         assert list(found.shape) == shape
         assert requests.bytes_of(found) == data
         return
-    assert refused.kind is Kind.INVALID
+    assert refused.kind is ErrorKind.INVALID
     assert "'x'" in str(refused)
 
 

@@ -19,7 +19,13 @@ import graphwright as gw
 from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.options import Source
 from graphwright.serving.prepared_model import PreparedModel
-from graphwright.serving.protocol import InferRequest, Kind, RequestError, Strings, TensorMetadata
+from graphwright.serving.protocol import (
+    ErrorKind,
+    InferRequest,
+    RequestError,
+    Strings,
+    TensorMetadata,
+)
 from graphwright.serving.repository import Repository
 
 
@@ -89,7 +95,7 @@ def test_a_request_that_fails_does_not_fail_its_batch() -> None:
         for number, (each, answer) in enumerate(zip(asked, answers, strict=True)):
             if number in (3, 11):
                 assert isinstance(answer, RequestError)
-                assert answer.kind is Kind.FAILED
+                assert answer.kind is ErrorKind.FAILED
                 assert "a row begins with 0" in str(answer)
             else:
                 assert_answers(given.model, each, answer.outputs)
@@ -124,7 +130,7 @@ def test_an_error_that_is_no_exception_fails_its_request_and_no_other(
             for number, (each, answer) in enumerate(zip(asked, found, strict=True)):
                 if number == 3:
                     assert isinstance(answer, RequestError)
-                    assert (answer.kind, "a row begins" in str(answer)) == (Kind.FAILED, True)
+                    assert (answer.kind, "a row begins" in str(answer)) == (ErrorKind.FAILED, True)
                 else:
                     assert_answers(given.model, each, answer.outputs)
             assert (await repository.infer(request())).outputs
@@ -146,7 +152,7 @@ def test_an_error_in_preprocess_that_is_no_exception_fails_its_request(
         async with serving(replace(given, **changed)) as repository:
             with pytest.raises(RequestError, match=f"{stage}ing failed") as caught:
                 await asyncio.wait_for(repository.infer(request()), 5)
-            assert caught.value.kind is Kind.FAILED
+            assert caught.value.kind is ErrorKind.FAILED
 
     run(test)
 
@@ -186,7 +192,7 @@ def test_more_than_may_wait_are_refused_with_when_to_ask_again() -> None:
             await asyncio.sleep(0)
             with pytest.raises(RequestError) as caught:
                 await repository.infer(request())
-            assert caught.value.kind is Kind.OVERLOADED
+            assert caught.value.kind is ErrorKind.OVERLOADED
             assert caught.value.retry_after_s is not None
             model.go.set()
             await asyncio.gather(first, *waiting)
@@ -209,7 +215,7 @@ def test_requests_in_preprocess_are_counted_among_those_that_wait() -> None:
             await asyncio.sleep(0)
             with pytest.raises(RequestError) as caught:
                 await repository.infer(request())
-            assert caught.value.kind is Kind.OVERLOADED
+            assert caught.value.kind is ErrorKind.OVERLOADED
             go.set()
             for each, answer in zip(asked, await asyncio.gather(*answers), strict=True):
                 assert_answers(given.model, each, answer.outputs)
@@ -226,7 +232,7 @@ def test_a_request_that_waits_beyond_its_deadline_is_dropped_and_never_computed(
             begin = time.monotonic()
             with pytest.raises(RequestError) as caught:
                 await repository.infer(request(deadline=begin + 0.1))
-            assert caught.value.kind is Kind.TOO_LATE
+            assert caught.value.kind is ErrorKind.TOO_LATE
             assert time.monotonic() - begin > 0.09
             with pytest.raises(RequestError, match="before the deadline"):
                 await repository.infer(request(deadline=begin))
@@ -357,7 +363,7 @@ def test_a_request_fails_as_a_whole_with_one_of_its_parts_and_no_other_does() ->
             )
             counted = repository.statistics("net", "")[0]
         assert isinstance(found[0], RequestError)
-        assert found[0].kind is Kind.FAILED
+        assert found[0].kind is ErrorKind.FAILED
         for each, answer in zip(others, found[1:], strict=True):
             assert_answers(given.model, each, answer.outputs)
         assert (counted.success.count, counted.fail.count) == (8, 1)
@@ -377,7 +383,7 @@ def test_more_rows_that_are_not_apart_and_greater_lengths_are_refused(
         async with serving(config(kind)) as repository:
             with pytest.raises(RequestError, match=words) as caught:
                 await repository.infer(request(rows, length))
-            assert caught.value.kind is Kind.INVALID
+            assert caught.value.kind is ErrorKind.INVALID
 
     run(test)
 
@@ -394,7 +400,7 @@ def test_draining_answers_what_was_asked_and_takes_no_more() -> None:
             assert not repository.is_ready()
             with pytest.raises(RequestError) as caught:
                 await repository.infer(request())
-            assert caught.value.kind is Kind.UNAVAILABLE
+            assert caught.value.kind is ErrorKind.UNAVAILABLE
             assert not draining.done()
             model.go.set()
             await draining
@@ -428,7 +434,7 @@ def test_requests_that_take_longer_than_the_drain_are_refused(stage: str) -> Non
         await repository.drain()
         with pytest.raises(RequestError, match="being unloaded") as caught:
             await asyncio.wait_for(asyncio.shield(asked), 1)
-        assert caught.value.kind is Kind.UNAVAILABLE
+        assert caught.value.kind is ErrorKind.UNAVAILABLE
         assert not await asyncio.wait_for(repository.close(), 5)
         assert time.monotonic() - begin < 3
         go.set()
@@ -551,7 +557,7 @@ def test_the_end_of_the_server_during_a_load_leaves_nothing() -> None:
             go.set()
             with pytest.raises(RequestError, match="about to end") as caught:
                 await loading
-            assert caught.value.kind is Kind.UNAVAILABLE
+            assert caught.value.kind is ErrorKind.UNAVAILABLE
             assert repository._entries["net"].runner is None
 
     run(test)
@@ -574,7 +580,7 @@ def test_a_model_is_unloaded_and_loaded() -> None:
             assert not repository.is_ready()
             with pytest.raises(RequestError) as caught:
                 await repository.infer(request())
-            assert caught.value.kind is Kind.UNAVAILABLE
+            assert caught.value.kind is ErrorKind.UNAVAILABLE
             fails = True
             with pytest.raises(RequestError, match="no such file"):
                 await repository.load("net", {})
@@ -602,7 +608,7 @@ def test_what_is_not_there_is_named(name: str, version: str, words: str) -> None
         async with serving(config()) as repository:
             with pytest.raises(RequestError, match=words) as caught:
                 await repository.infer(replace(request(), model=name, version=version))
-            assert caught.value.kind is Kind.NOT_FOUND
+            assert caught.value.kind is ErrorKind.NOT_FOUND
             assert len(str(caught.value)) < 500
 
     run(test)
@@ -648,7 +654,7 @@ def test_texts_are_preprocessed_beside_the_loop_and_answers_postprocessed() -> N
                 await repository.infer(
                     InferRequest("net", "", "", {"text": Strings((1,), (b"a" * 17,))})
                 )
-            assert caught.value.kind is Kind.INVALID
+            assert caught.value.kind is ErrorKind.INVALID
 
     def ids_of_here(text: Any) -> dict[str, torch.Tensor]:
         ids = torch.tensor([list(value) for value in text.values]) % 100
@@ -715,7 +721,7 @@ def test_a_defect_in_batching_fails_its_requests_and_not_the_next(
                 found = await asyncio.gather(
                     *(repository.infer(request(seed=n)) for n in range(3)), return_exceptions=True
                 )
-            assert all(isinstance(e, RequestError) and e.kind is Kind.FAILED for e in found)
+            assert all(isinstance(e, RequestError) and e.kind is ErrorKind.FAILED for e in found)
             assert "a batch of net failed" in caplog.text
             assert (await repository.infer(request())).outputs
 
@@ -739,10 +745,10 @@ def test_what_preprocess_is_not_made_for_is_the_client_s_error(inputs: Any, word
         async with serving(given) as repository:
             with pytest.raises(RequestError) as caught:
                 await repository.infer(InferRequest("net", "", "", inputs))
-            assert (caught.value.kind, words in str(caught.value)) == (Kind.INVALID, True)
+            assert (caught.value.kind, words in str(caught.value)) == (ErrorKind.INVALID, True)
             with pytest.raises(RequestError, match="preprocessing failed") as caught:
                 await repository.infer(InferRequest("net", "", "", {"text": Strings((0,), ())}))
-            assert caught.value.kind is Kind.FAILED
+            assert caught.value.kind is ErrorKind.FAILED
 
     run(test)
 
@@ -753,7 +759,7 @@ def test_what_postprocess_leaves_out_is_no_answer(made: Any) -> None:
         async with serving(replace(config(), postprocess=lambda _: made)) as repository:
             with pytest.raises(RequestError, match="postprocessing failed") as caught:
                 await repository.infer(request())
-            assert caught.value.kind is Kind.FAILED
+            assert caught.value.kind is ErrorKind.FAILED
 
     run(test)
 

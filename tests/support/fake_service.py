@@ -11,10 +11,10 @@ import torch
 
 from graphwright.serving.protocol import (
     Duration,
+    ErrorKind,
     IndexEntry,
     InferRequest,
     InferResponse,
-    Kind,
     ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
@@ -104,9 +104,9 @@ class FakeService:
         elif name == "boom":
             raise RuntimeError("within the model")
         elif name == "full":
-            raise RequestError(Kind.OVERLOADED, "Much to do.")
+            raise RequestError(ErrorKind.OVERLOADED, "Much to do.")
         elif name.startswith("error:"):
-            kind = Kind[name.removeprefix("error:")]
+            kind = ErrorKind[name.removeprefix("error:")]
             raise RequestError(kind, "So it is.", remedy="Ask öfter.", retry_after_s=1.2)
         elif name == "seconds left":
             left = -1.0 if request.deadline is None else request.deadline - request.received
@@ -136,4 +136,4 @@ class FakeService:
 
     def _check(self, name: str) -> None:
         if name not in self.models or self.models[name].state != "READY":
-            raise RequestError(Kind.NOT_FOUND, f"There is no model {name!r}.")
+            raise RequestError(ErrorKind.NOT_FOUND, f"There is no model {name!r}.")

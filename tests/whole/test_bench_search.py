@@ -14,7 +14,7 @@ from bench.search import large, models, run, table
 from graphwright.evaluation.accuracy import ErrorMeasure
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
-from graphwright.report.result import Row, Status, Step
+from graphwright.report.result import BestSoFar, Row, Status
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 Result = dict[str, Any]
@@ -40,7 +40,7 @@ def report(chosen: str, cannot_win: tuple[str, ...] = (), **us: float) -> Result
     ]
     rows += [Row(name, Status.NOT_TRIED, CANNOT) for name in cannot_win]
     found = Report("Model", ["x"], "latency", rows, {}, chosen=chosen)
-    found.curve = [Step(2.0, chosen, 3.5)]
+    found.curve = [BestSoFar(2.0, chosen, 3.5)]
     data: Result = json.loads(found.to_json())
     return data
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from graphwright.calls import holders, switches
-from graphwright.calls.places import Place
+from graphwright.calls.places import StatePlace
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,7 +118,7 @@ def _kinds(cls: type) -> Iterator[type]:
 
 
 def test_whatever_makes_a_watched_place_has_mutations() -> None:
-    kinds = {each.__name__ for each in _kinds(Place)}
+    kinds = {each.__name__ for each in _kinds(StatePlace)}
     made = set()
     for place, function in functions(mutate.SOURCE / "calls" / "dependencies.py"):
         if not place.startswith("calls/dependencies.py:_Walker."):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from ..calls.serialization import packed, read_tensors, unpacked, write_tensors
-from ..calls.snapshots import Call, ModuleState, Outcome
+from ..calls.snapshots import Call, CallOutcome, ModuleState
 from ..calls.written_trees import tree_of, tree_text
 from ..errors import ArtifactError
 from ..evaluation.accuracy import ErrorMeasure
@@ -122,7 +122,7 @@ def _sample(
             raise ValueError("the arguments are none")
         call = Call(str(case["name"]), parts["args"], parts["kwargs"])
         written = frozenset(map(str, parts["written"]))
-        outcome = Outcome(spec, parts["outputs"], parts["inputs"], parts["buffers"], written)
+        outcome = CallOutcome(spec, parts["outputs"], parts["inputs"], parts["buffers"], written)
         cases.append(Case(call, outcome, parts["exact"]))
     errors = {n: ErrorMeasure(float(r), float(m)) for n, (r, m) in known["eager_error"].items()}
     aliases = frozenset((str(a), str(b)) for a, b in known["aliases"])

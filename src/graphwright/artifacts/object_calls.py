@@ -21,7 +21,7 @@ from ..calls.signature import CallSignature
 from ..calls.split import objects_of
 from ..errors import ArtifactError
 from ..evaluation.reference import Sample
-from ..graphs.effects import Change, Outcome
+from ..graphs.effects import ObjectChange, Outcome
 from ..graphs.taken_apart import ApartCall
 from .tuned_module import Apart
 
@@ -174,7 +174,7 @@ def _read(known: Json, given: int, may: dict[str, Any]) -> TreeTemplate:
 
 def _change(
     value: pytree.TreeSpec, given: int, position: Any, attributes: Any, removed: Any, start: Any
-) -> Change:
+) -> ObjectChange:
     gone = tuple(unpacked(removed, {}))
     if not (type(position) is int and 0 <= position < given):
         raise ValueError(f"the call has no object {position!r:.20}")
@@ -184,7 +184,7 @@ def _change(
         if value.type is not dict:
             raise ValueError("a change of attributes names none")
         _refuse_private([*gone, *value.context])
-    return Change(position, attributes, gone, start)
+    return ObjectChange(position, attributes, gone, start)
 
 
 def _refuse_private(names: Sequence[Any]) -> None:

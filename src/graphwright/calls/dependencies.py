@@ -75,10 +75,10 @@ from .places import (
     LengthPlace,
     Name,
     PartsPlace,
-    Place,
     SequencePlace,
     SetPlace,
     SlotsPlace,
+    StatePlace,
     ViewPlace,
     without_marks,
 )
@@ -186,7 +186,7 @@ class Dependencies:
             given: classes of the call's arguments; then only these are looked into.
         """
         self.root = stood_for(root)
-        self.places: list[Place] = []
+        self.places: list[StatePlace] = []
         self.visits: dict[Any, int] = {}
         self.tensors: list[tuple[Name, torch.Tensor]] = []
         self.empty: list[Any] = []
@@ -315,7 +315,7 @@ class _Exchange:
             for a, b in zip(new, place.held.values(), strict=True)
         )
 
-    def is_complete(self, places: Sequence[Place]) -> bool:
+    def is_complete(self, places: Sequence[StatePlace]) -> bool:
         """Whether each old list has a new one of its own, in all places that held the old one."""
         if len({id(new) for new, _ in self.lists.values()}) < len(self.lists):
             return False  # One list in several places, where there were several.
@@ -524,7 +524,7 @@ class _Walker:
             if value is not None and not isinstance(value, nn.Module):
                 self._values.append(_Met(place.key_name(key), value))
 
-    def _add(self, place: Place, depth: int, *, inside: bool) -> None:
+    def _add(self, place: StatePlace, depth: int, *, inside: bool) -> None:
         """Add a place, and look into what it holds."""
         self._found.places.append(place)
         for key, value in place.held.items():

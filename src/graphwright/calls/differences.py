@@ -31,7 +31,7 @@ from .attributes import (
 )
 from .code import is_machinery
 from .leaves import SCALARS, describe
-from .places import HolderPlace, Name, Place
+from .places import HolderPlace, Name, StatePlace
 
 # Types without state that a call could depend on, or whose state cannot be seen.
 WITHOUT_STATE = (
@@ -144,7 +144,7 @@ _SAME: dict[Any, Callable[[Any, Any], bool | None]] = {
 
 
 def difference(
-    place: Place, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
+    place: StatePlace, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
 ) -> tuple[str | None, list[tuple[Name, Any, Any]]]:
     """How a place differs from what it held, in words, and what another walk has to compare.
 
@@ -172,7 +172,7 @@ def difference(
     return None, unsure
 
 
-def _added_or_removed(place: Place, now: Mapping[Any, Any]) -> str:
+def _added_or_removed(place: StatePlace, now: Mapping[Any, Any]) -> str:
     added = [key for key in now if key not in place.held]
     gone = [key for key in place.held if key not in now]
     if isinstance(place, HolderPlace) and place.name.before:

@@ -239,7 +239,7 @@ def calls_itself(function: Any, kind: type) -> bool:
         if code in seen:
             continue
         seen.add(code)
-        uses = _Uses(code)
+        uses = _SelfUses(code)
         if uses.compared:
             return False
         found = found or uses.bare or not _CALLS.isdisjoint(uses.attributes)
@@ -250,7 +250,7 @@ def calls_itself(function: Any, kind: type) -> bool:
     return found
 
 
-class _Uses:
+class _SelfUses:
     """How the code of a method uses its first argument.
 
     Attributes:
@@ -333,7 +333,7 @@ class _Alike(type):
         return issubclass(other, cls.of_module)
 
 
-class _Forward:
+class _ForwardOfSelf:
     """`forward` of what methods get as `self`: what was made, where that is what a call runs."""
 
     def __get__(self, given: Any, kind: Any = None) -> Any:
@@ -361,7 +361,7 @@ class _SelfOfMethods(nn.Module):
     """
 
     _graphwright_answers: tuple[Any, nn.Module]
-    forward: Any = _Forward()
+    forward: Any = _ForwardOfSelf()
 
     @opaque
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

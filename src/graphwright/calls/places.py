@@ -105,7 +105,7 @@ class Name(NamedTuple):
         return f"{self.before}{self.text}{self.after}"
 
 
-class Place:
+class StatePlace:
     """One place that holds values: a container, an object's attributes, a closure.
 
     Attributes:
@@ -171,7 +171,7 @@ class Place:
         )
 
 
-class DictionaryPlace(Place):
+class DictionaryPlace(StatePlace):
     """The content of a dictionary, without hidden keys."""
 
     __slots__ = ("_hidden",)
@@ -242,7 +242,7 @@ class ViewPlace(HolderPlace):
         pass
 
 
-class SequencePlace(Place):
+class SequencePlace(StatePlace):
     """The items of a list, deque or tuple."""
 
     __slots__ = ()
@@ -270,7 +270,7 @@ class SequencePlace(Place):
         return FastWay.ITEMS
 
 
-class SetPlace(Place):
+class SetPlace(StatePlace):
     """The items of a set."""
 
     __slots__ = ()
@@ -291,7 +291,7 @@ class SetPlace(Place):
         return FastWay.ITEMS
 
 
-class LengthPlace(Place):
+class LengthPlace(StatePlace):
     """A container with so many items that only its length is watched."""
 
     __slots__ = ()
@@ -306,7 +306,7 @@ class LengthPlace(Place):
         return FastWay.LENGTH
 
 
-class ContentPlace(Place):
+class ContentPlace(StatePlace):
     """The bytes of an array, which change in place."""
 
     __slots__ = ()
@@ -351,7 +351,7 @@ class ContentPlace(Place):
         return [(_as_before, self, (*self.held, *self.held.values()))]
 
 
-class AttributesPlace(Place):
+class AttributesPlace(StatePlace):
     """Attributes of a module or an object, without those that no call depends on.
 
     Of attributes that the call's code does not name, only modules, tensors and plain values count.
@@ -445,7 +445,7 @@ class SlotsPlace(AttributesPlace):
         return FastWay.VALUES  # Slots have no version.
 
 
-class ClosurePlace(Place):
+class ClosurePlace(StatePlace):
     """The variables that a function closes over."""
 
     __slots__ = ()
@@ -474,7 +474,7 @@ class ClosurePlace(Place):
         return [(get, cell, (held[n], held[n])) for n, cell in _cells_of(self.owner) if n in held]
 
 
-class GlobalsPlace(Place):
+class GlobalsPlace(StatePlace):
     """The globals that code names."""
 
     __slots__ = ("names", "stored")
@@ -499,7 +499,7 @@ class GlobalsPlace(Place):
         return _by(operator.itemgetter, self.owner, self)
 
 
-class PartsPlace(Place):
+class PartsPlace(StatePlace):
     """Some attributes of a function, class or file; of these only data is put back."""
 
     __slots__ = ("keys",)
@@ -576,18 +576,18 @@ def _cells_of(function: Any) -> Iterator[tuple[str, types.CellType]]:
     return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
 
 
-def _both(place: Place) -> list[Any]:
+def _both(place: StatePlace) -> list[Any]:
     now = place.read()
     return [*now, *now.values()]
 
 
-def _as_before(place: Place) -> list[Any]:
+def _as_before(place: StatePlace) -> list[Any]:
     """The very things that a place held, if what it holds now is equal."""
     held, now = place.held, place.read()
     return [*held, *held.values()] if now == held else [*now, *now.values()]
 
 
-def _by(getter: Callable[..., Any], of: Any, place: Place) -> list[Getter]:
+def _by(getter: Callable[..., Any], of: Any, place: StatePlace) -> list[Getter]:
     """How the keys of a place are read in C from what holds them."""
     if not place.held:
         return [(_both, place, ())]
@@ -633,7 +633,7 @@ class Written:
     name: str
     owner: Any
     key: Any
-    kind: type[Place]
+    kind: type[StatePlace]
     counts: bool = False
     step: int = 0
 

@@ -24,7 +24,7 @@ from .introspection import StandIn, stood_for
 from .iterators import Iterators
 from .leaves import describe, without_memory
 from .objects import apart
-from .places import OF_TENSORS, AttributesPlace, HolderPlace, Place
+from .places import OF_TENSORS, AttributesPlace, HolderPlace, StatePlace
 from .split import Args, argument_names, flatten, leaf_names, unflatten
 
 Model = Callable[..., Any]
@@ -113,7 +113,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGER[flat.element_size()])
 
 
-class _Kept:
+class _KeptValues:
     """A tensor's values as they were; the tensor's own memory, until somebody uses that.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Kept:
         return _replaced(self.tensor, self.value) == 0
 
 
-def _changed(weights: Mapping[str, _Kept]) -> list[str]:
+def _changed(weights: Mapping[str, _KeptValues]) -> list[str]:
     """Names of weights that hold other values than they did."""
     used = {name: kept for name, kept in weights.items() if kept.used}
     sums = {name: kept.sum for name, kept in used.items() if kept.sum is not None}
@@ -174,14 +174,16 @@ class _Memory:
         self._lazily = lazily and not any(map(_replays, reached))
         self._shown = self._lazily and any(map(_is_array, reached))
         self._room = self._lazily and _has_room(module)
-        self._kept: dict[tuple[int, bool], _Kept] = {}
-        self._unused: dict[int, list[_Kept]] = {}
+        self._kept: dict[tuple[int, bool], _KeptValues] = {}
+        self._unused: dict[int, list[_KeptValues]] = {}
 
-    def keep(self, tensor: torch.Tensor, *, weight: bool = False) -> _Kept:
+    def keep(self, tensor: torch.Tensor, *, weight: bool = False) -> _KeptValues:
         """Keep a tensor's values as they are now, unless they are kept already."""
         kept = self._kept.get((id(tensor), weight))
         if kept is None:
-            kept = self._kept[id(tensor), weight] = _Kept(tensor, weight=weight, room=self._room)
+            kept = self._kept[id(tensor), weight] = _KeptValues(
+                tensor, weight=weight, room=self._room
+            )
             if self._lazily and self._can_wait(tensor):
                 self._unused.setdefault(tensor.untyped_storage()._cdata, []).append(kept)
             else:
@@ -297,7 +299,7 @@ class _ReachedTensor(NamedTuple):
     """
 
     tensor: torch.Tensor
-    place: Place | None = None
+    place: StatePlace | None = None
     key: Any = None
     remade: bool = False
 
@@ -340,7 +342,7 @@ def _tensors_of_modules(
                     yield f"{root}{key}", reached
 
 
-def _tensors_in(place: Place, *, remade: bool = False) -> Iterator[tuple[Any, _ReachedTensor]]:
+def _tensors_in(place: StatePlace, *, remade: bool = False) -> Iterator[tuple[Any, _ReachedTensor]]:
     """The tensors that a place holds, by key."""
     for key, value in place.held.items():
         if isinstance(value, torch.Tensor):
@@ -581,7 +583,7 @@ def _values(sums: Sequence[torch.Tensor]) -> list[int]:
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """What one call returned and changed.
 
     `written` names the module's tensors that the call wrote to, even if the values are the same;
@@ -626,7 +628,7 @@ def run(
     state: ModuleState,
     look: Callable[[Any, Call], None] | None = None,
     mode: AbstractContextManager[Any] | None = None,
-) -> Outcome:
+) -> CallOutcome:
     """Call a model on clones of the inputs, from a given state, and keep what it did.
 
     Args:
@@ -650,7 +652,7 @@ def run(
         look(result, mine)
     outputs, spec = outputs_by_name(result)
     inputs = {f"{name} after the call": leaf for name, leaf in mine.leaves().items()}
-    return Outcome(spec, keep(outputs), keep(inputs), state.changes(), written, wrote)
+    return CallOutcome(spec, keep(outputs), keep(inputs), state.changes(), written, wrote)
 
 
 def keep(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from .differences import difference
 from .forking import lock
 from .introspection import without_answers
 from .leaves import guard_of, without_memory
-from .places import FastWay, Name, Place
+from .places import FastWay, Name, StatePlace
 from .snapshots import checksums
 from .split import Args, Kwargs
 
@@ -217,7 +217,7 @@ class _Compared:
         before: _Compared | None = None,
         types: list[type] | None = None,
     ) -> None:
-        ways: dict[FastWay, list[Place]] = {way: [] for way in FastWay}
+        ways: dict[FastWay, list[StatePlace]] = {way: [] for way in FastWay}
         for place in found.places:
             ways[place.way()].append(place)
         versioned = [*ways[FastWay.ATTRIBUTES], *ways[FastWay.DICTIONARY]]
@@ -310,11 +310,11 @@ def _with_places(found: Dependencies) -> Iterator[tuple[Name, torch.Tensor]]:
             yield name, tensor
 
 
-def _owners(places: Iterable[Place]) -> list[Any]:
+def _owners(places: Iterable[StatePlace]) -> list[Any]:
     return [place.owner for place in places]
 
 
-def _versions_of(places: Sequence[Place], readers: Sequence[Any]) -> list[Any]:
+def _versions_of(places: Sequence[StatePlace], readers: Sequence[Any]) -> list[Any]:
     """The versions of what some places read; None where that is not what they held."""
     versions = list(map(read, readers))
     for index, place in enumerate(places):

@@ -32,7 +32,7 @@ from ..graphs.memory import lock_of
 from . import recapture
 from .faults import Fault, look_for_fault
 from .lockstep import Lockstep, Parting, more_telling, replay_of
-from .result import Cause, Diagnosis
+from .result import Diagnosis, DifferenceCause
 
 
 @names_checked
@@ -180,14 +180,14 @@ class _Diagnosing:
             replayed = self._graph.run_replayed(self._arguments, outside)
         except RuntimeError as error:
             return self._say(
-                Cause.FAULT,
+                DifferenceCause.FAULT,
                 "the replay fails, and eager does not: the graph works in memory that is no longer "
                 "what it was at the capture.",
                 error=first_line(error),
             )
         error_ = self._difference(replayed, eager)
         if error_ is None:
-            return self._say(Cause.NONE, "the replay and eager agree.")
+            return self._say(DifferenceCause.NONE, "the replay and eager agree.")
         if self._graph.device.type == "cpu":
             return self._lockstep(error_)
         return self._recapture(error_, outside)
@@ -220,7 +220,7 @@ class _Diagnosing:
         found: Parting | None = None
         with lock_of(graph.pool):
             for pretend in (False, True):
-                if found is None or found.cause is Cause.OPERATIONS:
+                if found is None or found.cause is DifferenceCause.OPERATIONS:
                     replay = replay_of(graph, self._arguments)
                     steps = Lockstep(replay, Origins(graph.spec.module), outside)
                     graph.run_eagerly(self._arguments, steps, pretend=pretend)
@@ -275,7 +275,7 @@ class _Diagnosing:
         who = fault.operation or "The call"
         what = f"{who} faults {where}." if fault.died else f"{who} raises an error {where}."
         return self._say(
-            Cause.FAULT if fault.died else Cause.ERROR,
+            DifferenceCause.FAULT if fault.died else DifferenceCause.ERROR,
             what,
             operation=fault.operation,
             module=fault.module,
@@ -295,7 +295,7 @@ class _Diagnosing:
             cause = again.__cause__ or cause
         by = seen.failed
         return self._say(
-            Cause.ERROR,
+            DifferenceCause.ERROR,
             f"eager raises an error{'' if by is None else f' in {by.name}'}.",
             operation=None if by is None else by.name,
             module=None if by is None else by.module,
@@ -306,14 +306,14 @@ class _Diagnosing:
 
     def _unknown(self, error: str, compared: int) -> Diagnosis:
         return self._say(
-            Cause.UNKNOWN,
+            DifferenceCause.UNKNOWN,
             "the replay and eager differ, and no operation by itself does: the graph reads memory "
             "that was changed under it, or the call depends on something besides its arguments.",
             error=error,
             compared=compared,
         )
 
-    def _say(self, cause: Cause, what: str, **more: Any) -> Diagnosis:
+    def _say(self, cause: DifferenceCause, what: str, **more: Any) -> Diagnosis:
         return Diagnosis(self._graph.name, cause, what, notes=tuple(self._notes), **more)
 
 

@@ -24,7 +24,7 @@ from ..graphs.captured_call import CapturedCall
 from ..graphs.cpu.recorder import CpuRecording, Replayed, needs_step
 from ..graphs.inspection.origins import Operation, Origins
 from ..graphs.segments.segment import Break
-from .result import Cause
+from .result import DifferenceCause
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Parting:
         error: how the results differ.
     """
 
-    cause: Cause
+    cause: DifferenceCause
     what: str
     operation: Operation
     index: int
@@ -74,7 +74,7 @@ class Unsteady:
         """An operation is one of these."""
         what = "gives another result each time that it runs on the same arguments"
         if isinstance(result, torch.Tensor):
-            parting = Parting(Cause.RESULT, what, operation, index, error)
+            parting = Parting(DifferenceCause.RESULT, what, operation, index, error)
             self._found.append((result.detach(), parting))
 
     def behind(self, args: Any, kwargs: Any) -> Parting | None:
@@ -195,7 +195,9 @@ class Lockstep(OperationMode):
             return result
         if step is None or step.func is not func:
             there = "nothing more" if step is None else str(step.func)
-            self._part(Cause.OPERATIONS, f"is where the operations part: the graph has {there}")
+            self._part(
+                DifferenceCause.OPERATIONS, f"is where the operations part: the graph has {there}"
+            )
             return result
         with _disable_current_modes():
             values = [*_flat(result), *written(func, args, kwargs)]
@@ -227,7 +229,7 @@ class Lockstep(OperationMode):
             cause, what = _why(step, func, args, kwargs)
             self._part(cause, what, gap.error)
 
-    def _part(self, cause: Cause, what: str, error: str | None = None) -> None:
+    def _part(self, cause: DifferenceCause, what: str, error: str | None = None) -> None:
         assert self.latest is not None
         self.parting = Parting(cause, what, self.latest, self.count - 1, error)
 
@@ -321,18 +323,18 @@ def first_difference(
 
 def _why(
     step: Replayed | BreakReplayed, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Cause, str]:
+) -> tuple[DifferenceCause, str]:
     """Why results differ: the arguments do, or the operation itself."""
     same = "is given the same in both, and gives another result in the replay"
     mine, theirs = leaves((args, dict(kwargs))), leaves((step.args, step.kwargs))
     if isinstance(step, BreakReplayed):
-        return Cause.RESULT, "reads another value in the replay"
+        return DifferenceCause.RESULT, "reads another value in the replay"
     pairs = list(enumerate(zip(mine, theirs, strict=False), 1))
     for place, (own, its) in pairs:
         if isinstance(own, torch.Tensor) or isinstance(its, torch.Tensor):
             continue
         if not same_value(own, its):
-            return Cause.CONSTANT, (
+            return DifferenceCause.CONSTANT, (
                 f"computes with {its!r} in the replay, a constant of the capture, and with {own!r} "
                 f"in eager (argument {place})"
             )
@@ -342,11 +344,11 @@ def _why(
             continue
         if own.untyped_storage()._cdata not in changed and difference(its, own) is not None:
             # All that was computed so far agrees, so this is no result of an operation.
-            return Cause.CONSTANT, (
+            return DifferenceCause.CONSTANT, (
                 f"reads a tensor of the capture in the replay, and one with other values in eager "
                 f"(argument {place})"
             )
-    return Cause.RESULT, same
+    return DifferenceCause.RESULT, same
 
 
 def more_telling(first: Parting | None, second: Parting | None) -> Parting | None:
@@ -355,6 +357,6 @@ def more_telling(first: Parting | None, second: Parting | None) -> Parting | Non
     Libraries take other ways in a capture: a run that does so too may go on to the first result
     that differs, where the plain one parts before.
     """
-    if second is None or (first is not None and second.cause is Cause.OPERATIONS):
+    if second is None or (first is not None and second.cause is DifferenceCause.OPERATIONS):
         return first
     return second

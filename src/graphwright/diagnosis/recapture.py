@@ -28,7 +28,7 @@ from ..graphs.graph import recordings_of
 from ..graphs.inspection.node import Node
 from ..graphs.inspection.origins import Observer, Operation, Origins
 from .lockstep import Parting, Unsteady, first_difference, more_telling
-from .result import Cause
+from .result import DifferenceCause
 
 # Bytes of results that are kept at once.
 _KEPT_BYTES = 1 << 30
@@ -47,7 +47,7 @@ class StaleNode:
         index: how many operations ran before it.
     """
 
-    cause: Cause
+    cause: DifferenceCause
     what: str
     node: Node
     operation: Operation | None
@@ -126,11 +126,11 @@ def _stale_in(
     for place, (node, now) in enumerate(zip(mine, new, strict=False)):
         if node.shape != now.shape:
             what = f"the graph has {node.name} there, and a new capture {now.name}"
-            return _stale(Cause.OPERATIONS, what, node, keys[place], by)
+            return _stale(DifferenceCause.OPERATIONS, what, node, keys[place], by)
     if len(mine) != len(new):
         last = (mine or new)[-1]
         what = f"the graph has {counted(len(mine), 'node')}, and a new capture {len(new)}"
-        return StaleNode(Cause.OPERATIONS, what, last, None, None)
+        return StaleNode(DifferenceCause.OPERATIONS, what, last, None, None)
     rows = zip(mine, keys, *(each.constants() for each in (old, first, second)), strict=True)
     for node, key, was, now, too in rows:
         if by.recorded and key not in by.recorded:
@@ -139,7 +139,7 @@ def _stale_in(
             continue
         for stale in stale_words(was, now, too):
             if node.kind != "kernel" or matters.has_effect(old, node.index, was or (), stale):
-                return _stale(Cause.CONSTANT, str(stale), node, key, by)
+                return _stale(DifferenceCause.CONSTANT, str(stale), node, key, by)
     return None
 
 
@@ -173,7 +173,7 @@ class _Patches:
         return not self._before.same_as(after)
 
 
-def _stale(cause: Cause, what: str, node: Node, key: int, by: _Numbered) -> StaleNode:
+def _stale(cause: DifferenceCause, what: str, node: Node, key: int, by: _Numbered) -> StaleNode:
     return StaleNode(cause, what, node, by.recorded.get(key), by.number.get(key))
 
 
@@ -321,7 +321,7 @@ class _Comparing(OperationMode):
         operation = self._origins.of(func, args, kwargs)
         if known is not func:
             what = f"is where the operations part: a capture runs {known}"
-            self.parting = Parting(Cause.OPERATIONS, what, operation, place)
+            self.parting = Parting(DifferenceCause.OPERATIONS, what, operation, place)
             return result
         if kept:
             self.compared += 1
@@ -334,7 +334,7 @@ class _Comparing(OperationMode):
                 self.unsteady.note(mine[gap.number], operation, place, gap.error)
             elif gap is not None:
                 what = "is given the same in both, and gives another result in the replay"
-                here = Parting(Cause.RESULT, what, operation, place, gap.error)
+                here = Parting(DifferenceCause.RESULT, what, operation, place, gap.error)
                 self.parting = self.unsteady.behind(args, kwargs) or here
         return result
 
@@ -359,7 +359,7 @@ def first_wrong(
             twin.replay_sample()
             found = None
             for pretend in (False, True):
-                if found is None or found.cause is Cause.OPERATIONS:
+                if found is None or found.cause is DifferenceCause.OPERATIONS:
                     comparing = _Comparing(keeper, origins)
                     graph.run_eagerly(arguments, comparing, pretend=pretend)
                     found = more_telling(found, comparing.parting or comparing.unsteady.first)

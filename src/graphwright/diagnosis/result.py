@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Cause(StrEnum):
+class DifferenceCause(StrEnum):
     """Why a replay and eager differ.
 
     Attributes:
@@ -34,7 +34,7 @@ class Diagnosis:
 
     Attributes:
         graph: the name of the graph.
-        cause: why the replay and eager differ; `Cause.NONE` if they agree.
+        cause: why the replay and eager differ; `DifferenceCause.NONE` if they agree.
         what: what is wrong, as one sentence.
         operation: the first ATen operation at which they part; None if none is known.
         module: path of the submodule that ran it, "" for the module itself; None if unknown.
@@ -48,7 +48,7 @@ class Diagnosis:
     """
 
     graph: str
-    cause: Cause
+    cause: DifferenceCause
     what: str
     operation: str | None = None
     module: str | None = None
@@ -63,7 +63,7 @@ class Diagnosis:
     @property
     def ok(self) -> bool:
         """Whether the replay and eager agree."""
-        return self.cause is Cause.NONE
+        return self.cause is DifferenceCause.NONE
 
     def __str__(self) -> str:
         lines = [f"{self.graph}: {self.what}"]
@@ -79,3 +79,7 @@ class Diagnosis:
         if self.error is not None:
             lines.append(f"  error      {self.error}")
         return "\n".join([*lines, *self.notes])
+
+
+# Its name in files that were pickled before.
+Cause = DifferenceCause

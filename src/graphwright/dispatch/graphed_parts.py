@@ -85,7 +85,9 @@ class GraphedParts:
         self._payoff = Payoff(None if first is None else first.device, _FIRST) if timed else None
         children = dict(_divided(module))
         self.graphs = {name: make(child) for name, child in children.items()}
-        self._parts = {name: _Part(children[name], made) for name, made in self.graphs.items()}
+        self._parts = {
+            name: _PartForward(children[name], made) for name, made in self.graphs.items()
+        }
         self._count = 0
         self._used = bool(self._parts)
 
@@ -182,7 +184,7 @@ class GraphedParts:
             part.remove()
 
 
-class _Thread(threading.local):
+class _ThreadCalls(threading.local):
     """What a thread is inside of.
 
     Attributes:
@@ -194,7 +196,7 @@ class _Thread(threading.local):
     busy = False
 
 
-class _Part(FunctionStandIn):
+class _PartForward(FunctionStandIn):
     """Stands for the forward of a submodule, and answers calls of threads that are with parts.
 
     It is the submodule's forward during such calls only: between them nothing of ours is in the
@@ -203,7 +205,7 @@ class _Part(FunctionStandIn):
 
     def __init__(self, module: nn.Module, graphs: PartGraphs) -> None:
         self.module = module
-        self.thread = _Thread()
+        self.thread = _ThreadCalls()
         # Calls of all threads; `_LOCK` guards it.
         self._calls = 0
         # The module holds this, and must not keep the graphs alive.

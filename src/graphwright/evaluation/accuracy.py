@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..calls.snapshots import Outcome, same_value
+from ..calls.snapshots import CallOutcome, same_value
 
 # The largest share of the results' root mean square that other kernels may differ by.
 ROUNDING = {
@@ -76,7 +76,7 @@ def error_of(
     return error, max(1.0, _largest(exact) / scale)
 
 
-def errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, ErrorMeasure]:
+def errors(outcome: CallOutcome, exact: Mapping[str, torch.Tensor]) -> dict[str, ErrorMeasure]:
     """An outcome's error against exact values, leaf by leaf, where their shapes agree."""
     found = {}
     for name, leaf in tensors_in(outcome).items():
@@ -99,7 +99,7 @@ def worse(a: ErrorMeasure | None, b: ErrorMeasure) -> ErrorMeasure:
     return b if a is None or b.rms > a.rms else a
 
 
-def tensors_in(outcome: Outcome) -> dict[str, torch.Tensor]:
+def tensors_in(outcome: CallOutcome) -> dict[str, torch.Tensor]:
     """All tensors of an outcome, by name."""
     return {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import OperationMode
-from ..calls.snapshots import Call, Model, ModuleState, Outcome, outputs_by_name, run, same_bits
+from ..calls.snapshots import Call, CallOutcome, Model, ModuleState, outputs_by_name, run, same_bits
 from ..calls.split import container_changes
 from ..calls.switches import precision
 from ..errors import (
@@ -64,7 +64,7 @@ class Case:
     """
 
     call: Call
-    eager: Outcome
+    eager: CallOutcome
     exact: dict[str, torch.Tensor]
     eager_error: dict[str, ErrorMeasure] = field(init=False)
     hint: str = ""
@@ -250,7 +250,7 @@ def exact_outcome(
     state: ModuleState,
     weights: Widened | None = None,
     look: Callable[[Any, Call], None] | None = None,
-) -> tuple[Outcome, set[str]]:
+) -> tuple[CallOutcome, set[str]]:
     """Run a call with every operation in float64: its outcome, and the operations' names.
 
     It raises whatever the model raises.
@@ -418,7 +418,7 @@ def _reference(
     return Reference(cases, state, own, aliases, tolerance, tf32, notes, left_out, call_s)
 
 
-def _twice(model: Model, call: Call, state: ModuleState) -> tuple[Outcome, Outcome, float]:
+def _twice(model: Model, call: Call, state: ModuleState) -> tuple[CallOutcome, CallOutcome, float]:
     """Two eager runs of a call, and the seconds of the second one.
 
     Raises:
@@ -441,7 +441,7 @@ def _twice(model: Model, call: Call, state: ModuleState) -> tuple[Outcome, Outco
 
 
 def _exact(
-    model: Model, module: nn.Module, call: Call, state: ModuleState, eager: Outcome
+    model: Model, module: nn.Module, call: Call, state: ModuleState, eager: CallOutcome
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The tensors of a run in float64, and its operations.
 
@@ -474,14 +474,14 @@ def refuse_changed_containers(reference: Reference) -> None:
         )
 
 
-def finite_share(outcome: Outcome) -> float:
+def finite_share(outcome: CallOutcome) -> float:
     """Share of finite elements among the outputs."""
     tensors = [v for v in outcome.outputs.values() if isinstance(v, torch.Tensor) and v.numel()]
     shares = [float(torch.isfinite(as_float64(t)).double().mean()) for t in tensors]
     return min(shares, default=1.0)
 
 
-def _assumed(outcome: Outcome) -> dict[str, ErrorMeasure]:
+def _assumed(outcome: CallOutcome) -> dict[str, ErrorMeasure]:
     own = {}
     for name, leaf in tensors_in(outcome).items():
         rms = _assumed_error(leaf.dtype)
@@ -503,7 +503,7 @@ def _pooled(measured: Sequence[Mapping[str, ErrorMeasure]]) -> dict[str, ErrorMe
     return found
 
 
-def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | None) -> None:
+def _refuse_disagreement(first: CallOutcome, second: CallOutcome, tolerance: float | None) -> None:
     base = tensors_in(first)
     for name, leaf in tensors_in(second).items():
         if name not in base or base[name].shape != leaf.shape:

@@ -16,8 +16,8 @@ import torch
 
 from ..calls.snapshots import (
     Call,
+    CallOutcome,
     Model,
-    Outcome,
     can_hold_anything,
     keep,
     layout,
@@ -39,7 +39,9 @@ class Verification:
     error: ErrorMeasure | None = None
 
 
-def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verification:
+def compare(
+    outcome: CallOutcome, case: Case, ref: Reference, ulp: float | None = None
+) -> Verification:
     """Compare one outcome with those of eager and float64 for the same inputs.
 
     `ulp` is the unit in the last place of a lossy precision that the caller allowed.
@@ -233,7 +235,7 @@ def _reused(model: Model, ref: Reference, ulp: float | None) -> Verification:
     call = replace(call, args=args, kwargs=kwargs)
     outputs, spec = outputs_by_name(model(*call.args, **call.kwargs))
     after = {f"{name} after the call": leaf for name, leaf in call.leaves().items()}
-    outcome = Outcome(spec, keep(outputs), keep(after), ref.state.changes())
+    outcome = CallOutcome(spec, keep(outputs), keep(after), ref.state.changes())
     verdict = compare(outcome, two, ref, ulp)
     if not verdict.ok:
         return replace(verdict, reason=f"stale: input overwritten in place, {verdict.reason}")

@@ -52,7 +52,7 @@ from .memory import (
 )
 from .python_state import PythonState
 from .random_state import put_state
-from .reads import Read, explain
+from .reads import OutsideRead, explain
 from .recorded import Recorded, record_call
 from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
@@ -919,12 +919,12 @@ class CapturedCall(Graph):
         self._explain_reads(self._warmed.read, self._new_watch())
         self._warmed = replace(self._warmed, read=())
 
-    def _explain_reads(self, read: Sequence[Read], watch: ModuleWatch) -> None:
+    def _explain_reads(self, read: Sequence[OutsideRead], watch: ModuleWatch) -> None:
         """Have what the call reads from outside be watched, as `reads.explain`."""
         if not self.spec.trusted:
             explain(read, watch, self.parts, self.device)
 
-    def _explain_path(self, tree: SegmentTree, read: Sequence[Read]) -> None:
+    def _explain_path(self, tree: SegmentTree, read: Sequence[OutsideRead]) -> None:
         """The same for a new path through the segments; give them up where nobody could watch."""
         watch = self._watch
         if not read or watch is None or self.spec.trusted:

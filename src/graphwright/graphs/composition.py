@@ -29,7 +29,7 @@ from ..errors import levels_above
 _MAX_SET_UPS = 64
 
 
-class _Thread(threading.local):
+class _ThreadParts(threading.local):
     """What this thread is inside of: what parts join in the capture, if its owner looks at them."""
 
     parts: Parts | None = None
@@ -37,7 +37,7 @@ class _Thread(threading.local):
     depth = 0
 
 
-_THREAD = _Thread()
+_THREAD = _ThreadParts()
 _WARNED_OF: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

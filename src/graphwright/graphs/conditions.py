@@ -17,7 +17,7 @@ from ..calls.switches import AttentionFastPath
 from ..errors import CaptureError
 
 
-class _Thread(threading.local):
+class _ThreadConditions(threading.local):
     """What this thread is inside of.
 
     Attributes:
@@ -31,7 +31,7 @@ class _Thread(threading.local):
     kept: tuple[object, ...] = ()
 
 
-THREAD = _Thread()
+THREAD = _ThreadConditions()
 
 
 class _Pretending(threading.local):

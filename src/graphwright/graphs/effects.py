@@ -37,7 +37,7 @@ _LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict"
 
 
 @dataclass(frozen=True)
-class Change:
+class ObjectChange:
     """A change of one of the caller's objects; the values that are new stand apart from it.
 
     Attributes:
@@ -67,7 +67,9 @@ class Outcome:
 
     counted: Sequence[tuple[Written, Any]] = ()
 
-    def __init__(self, result: Any, values: Sequence[Any], changes: tuple[Change, ...]) -> None:
+    def __init__(
+        self, result: Any, values: Sequence[Any], changes: tuple[ObjectChange, ...]
+    ) -> None:
         self.result = result
         self.values = values
         self.changes = changes
@@ -117,13 +119,13 @@ class GivenObjects:
         self._before = [(_attributes(each), _content(each)) for each in self.objects]
         self._kinds = [_class_of(each) for each in self.objects]
 
-    def changes(self) -> tuple[list[Change], list[Any]]:
+    def changes(self) -> tuple[list[ObjectChange], list[Any]]:
         """What the call has done to them, and the new values.
 
         Raises:
             Unrepeatable: it changed a container that is not one of Python's own.
         """
-        changes: list[Change] = []
+        changes: list[ObjectChange] = []
         values: list[Any] = []
         if self._kinds != [_class_of(each) for each in self.objects]:
             raise Unrepeatable("to be of another class")
@@ -140,7 +142,7 @@ class GivenObjects:
                 if not is_attributes and _kind(each) is None:
                     raise Unrepeatable(f"a {type(each).__name__}, in a way of its own")
                 removed, start, value = found
-                changes.append(Change(position, is_attributes, removed, start))
+                changes.append(ObjectChange(position, is_attributes, removed, start))
                 values.append(value)
         return changes, values
 
@@ -162,12 +164,12 @@ class GivenObjects:
         for position, place in enumerate(places, len(self.objects)):
             if place.counts:
                 added = place.key, place.step
-                changes.append(Change(position, place.is_attribute, added=added))
+                changes.append(ObjectChange(position, place.is_attribute, added=added))
                 values.append({})
                 continue
             value = place.value()
             if value is not MISSING:
-                changes.append(Change(position, place.is_attribute))
+                changes.append(ObjectChange(position, place.is_attribute))
                 values.append({place.key: value})
         kept = [each for each in owned if not isinstance(each, torch.Tensor | nn.Module)]
         if not changes and not self.objects:
@@ -259,7 +261,7 @@ def _class_of(value: Any) -> tuple[Any, ...]:
     return type(value), getattr(value, "default_factory", None)
 
 
-def _do(target: Any, change: Change, value: Any) -> None:
+def _do(target: Any, change: ObjectChange, value: Any) -> None:
     """Do a change to an object."""
     if change.added is not None:
         key, step = change.added

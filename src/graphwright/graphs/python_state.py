@@ -25,7 +25,7 @@ from ..calls.places import (
     ClassPartsPlace,
     DictionaryPlace,
     HolderPlace,
-    Place,
+    StatePlace,
     Written,
     kind_of,
     tensors_in,
@@ -184,7 +184,13 @@ class PythonState:
         return first, carried
 
     def _may_change(
-        self, name: str, place: Place, key: Any, old: Any, new: Any, read: Container[int] | None
+        self,
+        name: str,
+        place: StatePlace,
+        key: Any,
+        old: Any,
+        new: Any,
+        read: Container[int] | None,
     ) -> bool:
         """Whether a place that changed is one that the call may write to; new ones are kept."""
         places = self._places
@@ -317,7 +323,7 @@ class _Snapshot:
         return self._generators.moved()
 
 
-def _labelled(places: Iterable[Place]) -> Iterator[tuple[tuple[Any, ...], Place]]:
+def _labelled(places: Iterable[StatePlace]) -> Iterator[tuple[tuple[Any, ...], StatePlace]]:
     """Places with what tells them apart; functions of a file read the same globals."""
     counts: Counter[tuple[Any, ...]] = Counter()
     for place in places:
@@ -327,7 +333,7 @@ def _labelled(places: Iterable[Place]) -> Iterator[tuple[tuple[Any, ...], Place]
 
 
 def _written(
-    name: str, place: Place, key: Any, old: Any, new: Any, read: Container[int]
+    name: str, place: StatePlace, key: Any, old: Any, new: Any, read: Container[int]
 ) -> Written | None:
     """A value that each run replaces by new tensors without reading the old ones, or may add to.
 
@@ -356,7 +362,7 @@ def _written(
     return Written(name, place.owner, key, type(place))
 
 
-def _carried(name: str, place: Place, key: Any, old: Any, new: Any) -> Written | None:
+def _carried(name: str, place: StatePlace, key: Any, old: Any, new: Any) -> Written | None:
     """A value with tensors in it that may be an argument and a result of the call."""
     if type(place) not in (AttributesPlace, DictionaryPlace, HolderPlace):
         return None
@@ -371,7 +377,7 @@ def _carried(name: str, place: Place, key: Any, old: Any, new: Any) -> Written |
 
 def _changes(
     before: _Snapshot, now: _Snapshot, rebound: Container[int] = ()
-) -> Iterator[tuple[str, Place | None, Any, Any, Any]]:
+) -> Iterator[tuple[str, StatePlace | None, Any, Any, Any]]:
     """What differs between two snapshots: the name, what holds it, its key, and both values.
 
     Args:

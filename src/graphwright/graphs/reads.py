@@ -37,7 +37,7 @@ _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 
 
 @dataclass(eq=False, slots=True)
-class Read:
+class OutsideRead:
     """Something from outside that an operation took.
 
     Attributes:
@@ -66,7 +66,7 @@ class Reads:
 
     def __init__(self, held: Callable[[Any], bool] = lambda value: False) -> None:
         self._held = held
-        self._found: dict[Any, Read] = {}
+        self._found: dict[Any, OutsideRead] = {}
         # Views of memory from outside that the run made; kept, so that no identity is reused.
         self._views: dict[int, torch.Tensor] = {}
         self._constants: dict[int, torch.UntypedStorage] = {}
@@ -91,7 +91,7 @@ class Reads:
             state = any(_argument(func, given, name) is value for name in _STATES)
             if state and not all(_argument(func, given, name) for name in _DRAWS):
                 continue  # It is passed, and not used.
-            self._found[key] = Read(
+            self._found[key] = OutsideRead(
                 value, str(func), place, is_state=state, by_script=_names_script()
             )
             if isinstance(value, torch.Tensor):
@@ -152,7 +152,7 @@ class Reads:
                 known = storage._cdata in used or storage._cdata in made
                 read.steady = known or storage.data_ptr() in addresses
 
-    def left(self, inputs: Iterable[torch.Tensor]) -> list[Read]:
+    def left(self, inputs: Iterable[torch.Tensor]) -> list[OutsideRead]:
         """What was taken, apart from the arguments of the call."""
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
         return [
@@ -164,7 +164,7 @@ class Reads:
 
 
 def explain(
-    read: Sequence[Read],
+    read: Sequence[OutsideRead],
     watch: ModuleWatch,
     parts: Parts,
     device: torch.device,
@@ -208,7 +208,7 @@ def explain(
         )
 
 
-def _watch_holders(unseen: Sequence[Read], watch: ModuleWatch, parts: Parts) -> set[int]:
+def _watch_holders(unseen: Sequence[OutsideRead], watch: ModuleWatch, parts: Parts) -> set[int]:
     """Have the places watched where code gets these from; of which there are any, by identity."""
     thaw()
     owners = [(each, thing) for each in unseen for thing in _in_python(each.value)]
@@ -220,7 +220,9 @@ def _watch_holders(unseen: Sequence[Read], watch: ModuleWatch, parts: Parts) -> 
     return {id(each) for (each, _), found in zip(owners, leads, strict=True) if found}
 
 
-def _unseen(read: Sequence[Read], watch: ModuleWatch, used: Container[int]) -> list[Read]:
+def _unseen(
+    read: Sequence[OutsideRead], watch: ModuleWatch, used: Container[int]
+) -> list[OutsideRead]:
     """What was read and is not watched itself."""
     scripts = {_identity(o) for o in watch.objects if isinstance(o, torch.ScriptObject)}
 
@@ -232,7 +234,7 @@ def _unseen(read: Sequence[Read], watch: ModuleWatch, used: Container[int]) -> l
     return [each for each in read if not (each.is_state or is_seen(each.value))]
 
 
-def _is_explained(read: Read, watched: Container[int], device: torch.device) -> bool:
+def _is_explained(read: OutsideRead, watched: Container[int], device: torch.device) -> bool:
     """Whether it is a tensor that need not be watched, although nobody holds it.
 
     It is a view of memory that is, or a constant of the host's, which segments copy at each call.

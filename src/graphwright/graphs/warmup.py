@@ -30,7 +30,7 @@ from .host_draws import Draw, HostDraws, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
 from .observed_runs import ObservedRuns, run_in_pretended_capture
 from .python_state import PythonState, StateChanges
-from .reads import Read, Reads
+from .reads import OutsideRead, Reads
 from .recorder import Allocate, Recorder
 from .segments.tree import SegmentTree
 from .static_tensors import StaticInputs
@@ -78,7 +78,7 @@ class Warmed:
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
     looks_in_eager: bool = False
-    read: Sequence[Read] = ()
+    read: Sequence[OutsideRead] = ()
     tree: SegmentTree | None = None
 
 
@@ -236,7 +236,7 @@ class SecondRun:
     """
 
     mutated: tuple[int, ...]
-    read: Sequence[Read]
+    read: Sequence[OutsideRead]
     runs_otherwise: bool
     looks_in_eager: bool
 

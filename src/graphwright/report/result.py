@@ -114,7 +114,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Step:
+class BestSoFar:
     """The best that was known some seconds after the start: how many times as fast as eager."""
 
     seconds: float
@@ -186,7 +186,7 @@ class Results:
     interrupted: bool = False
     shapes: list[Shape] = field(default_factory=list)
     recalled: str = ""
-    curve: list[Step] = field(default_factory=list)
+    curve: list[BestSoFar] = field(default_factory=list)
     host_s: float | None = None
     input_bytes: int = 0
     predictions: list[Prediction] = field(default_factory=list)
@@ -324,7 +324,7 @@ class Results:
         try:
             rows = [_row(row) for row in data.pop("rows")]
             shapes = [Shape(**shape) for shape in data.pop("shapes")]
-            curve = [Step(**step) for step in data.pop("curve", [])]
+            curve = [BestSoFar(**step) for step in data.pop("curve", [])]
             predictions = [Prediction(**each) for each in data.pop("predictions", [])]
             eager = _error(data.pop("eager_error"))
             report = cls(
@@ -380,3 +380,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
     return value
+
+
+# Its name in files that were pickled before.
+Step = BestSoFar

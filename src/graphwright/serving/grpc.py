@@ -17,22 +17,22 @@ from open_inference.grpc import protocol as messages
 from . import grpc_codec, requests
 from . import grpc_extensions as extensions
 from .aside import SMALL, called
-from .protocol import InferRequest, Kind, RequestError
+from .protocol import ErrorKind, InferRequest, RequestError
 from .service import Limits, Service
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _NAME = "inference.GRPCInferenceService"
 _CODES = {
-    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    Kind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Kind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Kind.CANCELLED: grpc.StatusCode.CANCELLED,
-    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    Kind.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
-    Kind.FAILED: grpc.StatusCode.INTERNAL,
+    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.CANCELLED: grpc.StatusCode.CANCELLED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorKind.FAILED: grpc.StatusCode.INTERNAL,
 }
 # Clients refuse errors with longer text, since it is sent as a header.
 _LONGEST_TEXT = 500
@@ -181,7 +181,7 @@ METHODS: dict[str, tuple[Any, Callable[[_Methods, Any, Any], Awaitable[Any]]]] =
 def _check_repository(request: Any) -> None:
     if request.repository_name:
         what = "This server has one repository, which has no name."
-        raise RequestError(Kind.UNSUPPORTED, what, remedy="Leave repository_name out.")
+        raise RequestError(ErrorKind.UNSUPPORTED, what, remedy="Leave repository_name out.")
 
 
 def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
@@ -206,14 +206,14 @@ def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
             if task is None or task.cancelling():
                 raise
             # Not by the client, who would wait for ever.
-            problem = RequestError(Kind.CANCELLED, "The server has dropped the request.")
+            problem = RequestError(ErrorKind.CANCELLED, "The server has dropped the request.")
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:  # A client would wait for ever for what is no Exception.
             what = f"The server could not answer {name}: {type(error).__name__}."
-            problem = RequestError(Kind.FAILED, what, remedy="Its log says more.")
+            problem = RequestError(ErrorKind.FAILED, what, remedy="Its log says more.")
             problem.__cause__ = error
-        if problem.kind is Kind.FAILED:
+        if problem.kind is ErrorKind.FAILED:
             _LOGGER.error("%s failed", name, exc_info=problem)
         await context.abort(*_said(problem))
         raise problem  # Which is not reached: abort() raises.

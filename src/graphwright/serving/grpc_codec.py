@@ -19,10 +19,10 @@ from .aside import SMALL
 from .protocol import (
     BYTES,
     Duration,
+    ErrorKind,
     IndexEntry,
     InferRequest,
     InferResponse,
-    Kind,
     ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
@@ -81,7 +81,9 @@ def infer_request(
         for extension in (_SHARED_MEMORY, _CLASSIFICATION):
             if extension in tensor.parameters:
                 what = f"The tensor {in_brief(tensor.name)} has the parameter {extension!r}, "
-                raise RequestError(Kind.UNSUPPORTED, f"{what}which this server does not support.")
+                raise RequestError(
+                    ErrorKind.UNSUPPORTED, f"{what}which this server does not support."
+                )
     parameters = _parameters(message.parameters)
     return InferRequest(
         model=message.model_name,
@@ -116,7 +118,7 @@ def infer_response(response: InferResponse) -> messages.ModelInferResponse:
     size = sum(map(len, contents))
     if size > MOST_BYTES:
         raise RequestError(
-            Kind.TOO_LARGE,
+            ErrorKind.TOO_LARGE,
             f"The outputs have {size} bytes, and a message of gRPC holds {MOST_BYTES}.",
             remedy="Ask for fewer outputs or rows at once, or over HTTP.",
         )
@@ -231,7 +233,7 @@ def load_parameters(message: Any) -> Parameters:
     for key, value in entries.items():
         if value.HasField("bytes_param"):
             what = f"The parameter {in_brief(key)} is a file, and this server takes none."
-            raise RequestError(Kind.UNSUPPORTED, what)
+            raise RequestError(ErrorKind.UNSUPPORTED, what)
     return _parameters(entries)
 
 

@@ -25,23 +25,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import http_codec as codec
 from .aside import SMALL, called
-from .protocol import InferRequest, InferResponse, Kind, RequestError
+from .protocol import ErrorKind, InferRequest, InferResponse, RequestError
 from .requests import check_token
 from .service import Limits, Service
 
 _LOGGER = logging.getLogger("graphwright.serving")
 
 _STATUS = {
-    Kind.INVALID: 400,
-    Kind.UNAUTHENTICATED: 401,
-    Kind.NOT_FOUND: 404,
-    Kind.TOO_LARGE: 413,
-    Kind.OVERLOADED: 429,
-    Kind.TOO_LATE: 504,
-    Kind.CANCELLED: 499,
-    Kind.UNAVAILABLE: 503,
-    Kind.UNSUPPORTED: 501,
-    Kind.FAILED: 500,
+    ErrorKind.INVALID: 400,
+    ErrorKind.UNAUTHENTICATED: 401,
+    ErrorKind.NOT_FOUND: 404,
+    ErrorKind.TOO_LARGE: 413,
+    ErrorKind.OVERLOADED: 429,
+    ErrorKind.TOO_LATE: 504,
+    ErrorKind.CANCELLED: 499,
+    ErrorKind.UNAVAILABLE: 503,
+    ErrorKind.UNSUPPORTED: 501,
+    ErrorKind.FAILED: 500,
 }
 _OPEN_TO_ALL = "/v2/health/"
 _INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
@@ -264,13 +264,13 @@ class _Guard:
         except ClientDisconnect:
             pass  # There is nobody to answer.
         except RequestError as error:
-            if error.kind is Kind.FAILED:
+            if error.kind is ErrorKind.FAILED:
                 _LOGGER.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
             await _error(error)(scope, receive, send)
         except Exception as error:
             _LOGGER.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
             what = f"The server failed with {type(error).__name__}; its log says more."
-            await _error(RequestError(Kind.FAILED, what))(scope, receive, send)
+            await _error(RequestError(ErrorKind.FAILED, what))(scope, receive, send)
 
 
 async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, free: int) -> memoryview:
@@ -316,10 +316,10 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
 
 def _error(error: RequestError) -> Response:
     headers = {}
-    if error.kind is Kind.UNAUTHENTICATED:
+    if error.kind is ErrorKind.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     wait_s = error.retry_after_s
-    if wait_s is None and error.kind is Kind.OVERLOADED:
+    if wait_s is None and error.kind is ErrorKind.OVERLOADED:
         wait_s = 1.0
     if wait_s is not None:
         headers["retry-after"] = str(math.ceil(wait_s))

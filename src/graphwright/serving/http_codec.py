@@ -31,9 +31,9 @@ from .protocol import (
     DATATYPES,
     DTYPES,
     Duration,
+    ErrorKind,
     InferRequest,
     InferResponse,
-    Kind,
     ModelConfiguration,
     ModelStatistics,
     Parameter,
@@ -149,7 +149,7 @@ def decompress(body: memoryview, encoding: bytes, limit: int, free: int) -> memo
 def too_large(limit: int) -> RequestError:
     """The error of a body that is larger than the limit, in bytes."""
     return RequestError(
-        Kind.TOO_LARGE,
+        ErrorKind.TOO_LARGE,
         f"The body is larger than {limit} bytes.",
         remedy="Send less at once, or let the server take more.",
     )
@@ -355,7 +355,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_Constant)
 
 
 def _invalid(what: str) -> RequestError:
-    return RequestError(Kind.INVALID, what)
+    return RequestError(ErrorKind.INVALID, what)
 
 
 def _shown(value: object) -> str:
@@ -442,7 +442,7 @@ def _refuse_extensions(parameters: Mapping[str, Parameter], field: str) -> None:
     for name in _OF_OTHER_EXTENSIONS:
         if name in parameters:
             raise RequestError(
-                Kind.UNSUPPORTED, f"{field}.{name} is of an extension that this server lacks."
+                ErrorKind.UNSUPPORTED, f"{field}.{name} is of an extension that this server lacks."
             )
 
 
@@ -559,11 +559,11 @@ def _plain(value: Value, name: str) -> list[Any]:
             return [element.decode() for element in value.values]
         except UnicodeDecodeError as error:
             what = f"Output {_shown(name)} has an element that is no UTF-8, and so no JSON."
-            raise RequestError(Kind.INVALID, what, remedy=remedy) from error
+            raise RequestError(ErrorKind.INVALID, what, remedy=remedy) from error
     datatype = DATATYPES[value.dtype]
     if datatype not in _TYPECODES:
         what = f"Output {_shown(name)} is of {datatype}, which has no form in JSON."
-        raise RequestError(Kind.INVALID, what, remedy=remedy)
+        raise RequestError(ErrorKind.INVALID, what, remedy=remedy)
     plain: list[Any] = value.reshape(-1).tolist()
     return plain
 

@@ -22,7 +22,7 @@ from ..errors import OptionError
 from ..shapes.dimensions import BATCH, Axes, Bounds, Size, shape_at
 from ..shapes.padding import Sizes, Value, cut_to, memory_format
 from ..shapes.sampler import CallSampler
-from .protocol import DATATYPES, DTYPES, Kind, RequestError, TensorMetadata
+from .protocol import DATATYPES, DTYPES, ErrorKind, RequestError, TensorMetadata
 from .requests import check_inputs
 
 
@@ -292,7 +292,7 @@ class Joiner:
         if paths is None or expected is None or set(paths) != set(expected):
             given = "another structure" if paths is None else f"the outputs {_listed(paths)}"
             raise RequestError(
-                Kind.FAILED,
+                ErrorKind.FAILED,
                 f"The model gave {given}, and in the sample call "
                 f"{', '.join(output.name for output in self.outputs)}.",
             )
@@ -326,7 +326,7 @@ class Joiner:
         for output, axes, value in zip(self.outputs, self._results_axes, results, strict=True):
             if value.dtype is not DTYPES[output.datatype]:
                 raise RequestError(
-                    Kind.FAILED,
+                    ErrorKind.FAILED,
                     f"The output {output.name!r} is of {value.dtype}, and of "
                     f"{DTYPES[output.datatype]} in the sample call.",
                 )
@@ -335,7 +335,7 @@ class Joiner:
             shape = output.shape if self._all_changed else value.shape
             if not same_rank or value.shape != shape_at(shape, axes, named):
                 raise RequestError(
-                    Kind.FAILED,
+                    ErrorKind.FAILED,
                     f"The output {output.name!r} has the shape {list(value.shape)}, which does not "
                     f"follow from the sizes of the call, {', '.join(map(str, sizes))}.",
                 )
@@ -544,4 +544,4 @@ def _open(shape: Sequence[int], axes: Axes) -> Sizes:
 
 
 def _invalid(what: str) -> RequestError:
-    return RequestError(Kind.INVALID, what)
+    return RequestError(ErrorKind.INVALID, what)

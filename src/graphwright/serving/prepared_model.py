@@ -34,7 +34,7 @@ from .batching import Timings
 from .instances import Instance, best_count, instances, problem
 from .joining import Joiner, Layout, Part, layout_of_samples
 from .model_config import ModelConfig, Tensors
-from .protocol import Kind, RequestError
+from .protocol import ErrorKind, RequestError
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _MAX_BATCH = 32
@@ -147,7 +147,7 @@ class PreparedModel:
         names = self.joiner.layout.names
         there = ", ".join("×".join(map(str, point)) for point in sorted(self.timings.seconds)[:8])
         raise RequestError(
-            Kind.INVALID,
+            ErrorKind.INVALID,
             f"The request is of {_in_words(names, sizes)}, and the model was saved for the sizes "
             f"{' × '.join(names)} of {there}.",
             remedy="Send one of these sizes, or let the server load the file with its model.",

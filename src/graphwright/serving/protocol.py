@@ -41,7 +41,7 @@ Parameter: TypeAlias = bool | int | float | str
 Parameters: TypeAlias = Mapping[str, Parameter]
 
 
-class Kind(Enum):
+class ErrorKind(Enum):
     """What is wrong with a request, or with the server."""
 
     INVALID = "invalid"
@@ -68,7 +68,7 @@ class RequestError(GraphwrightError):
 
     def __init__(
         self,
-        kind: Kind,
+        kind: ErrorKind,
         what: str,
         *,
         remedy: str | None = None,

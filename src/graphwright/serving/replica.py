@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from . import grpc, http, interpreter
 from .options import ServerOptions, Source
-from .protocol import Kind, Parameters, RequestError
+from .protocol import ErrorKind, Parameters, RequestError
 from .repository import Repository
 from .server import source_of
 
@@ -90,7 +90,7 @@ class _OneOfSeveral(Repository):
 
     async def load(self, name: str, parameters: Parameters) -> None:
         raise RequestError(
-            Kind.UNSUPPORTED,
+            ErrorKind.UNSUPPORTED,
             "This is one of several replicas, and would be the only one to change.",
             remedy="Deploy the application again: Ray replaces one replica after another.",
         )

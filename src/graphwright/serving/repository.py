@@ -20,10 +20,10 @@ from .metrics import Metrics
 from .options import Source
 from .prepared_model import PreparedModel
 from .protocol import (
+    ErrorKind,
     IndexEntry,
     InferRequest,
     InferResponse,
-    Kind,
     ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
@@ -198,7 +198,7 @@ class Repository:
         """Load a model, or load it again: the old one answers until the new one does."""
         if parameters:
             raise RequestError(
-                Kind.UNSUPPORTED,
+                ErrorKind.UNSUPPORTED,
                 f"Models are loaded as the server was told to; {in_brief(', '.join(parameters))} "
                 "cannot be given.",
             )
@@ -216,7 +216,9 @@ class Repository:
                     raise _about_to_end() from error
                 _LOGGER.exception("%s could not be loaded", name)
                 what = error.what if isinstance(error, GraphwrightError) else first_line(error)
-                raise RequestError(Kind.FAILED, f"{name} could not be loaded: {what}") from error
+                raise RequestError(
+                    ErrorKind.FAILED, f"{name} could not be loaded: {what}"
+                ) from error
             loaded = entry.runner
             if before is not None and loaded is not None:
                 loaded.share(True)
@@ -298,20 +300,21 @@ class Repository:
         if entry is None:
             known = ", ".join(self._entries) or "no model"
             raise RequestError(
-                Kind.NOT_FOUND, f"There is no model {in_brief(name)}; the server has {known}."
+                ErrorKind.NOT_FOUND, f"There is no model {in_brief(name)}; the server has {known}."
             )
         if version not in ("", _VERSION):
             raise RequestError(
-                Kind.NOT_FOUND, f"{name} has no version {in_brief(version)}, only {_VERSION!r}."
+                ErrorKind.NOT_FOUND,
+                f"{name} has no version {in_brief(version)}, only {_VERSION!r}.",
             )
         return entry
 
     def _runner(self, name: str, version: str) -> ModelRunner:
         entry = self._entry(name, version)
         if entry.runner is None:
-            raise RequestError(Kind.UNAVAILABLE, f"{name} is not ready: {entry.reason}.")
+            raise RequestError(ErrorKind.UNAVAILABLE, f"{name} is not ready: {entry.reason}.")
         return entry.runner
 
 
 def _about_to_end() -> RequestError:
-    return RequestError(Kind.UNAVAILABLE, "The server is about to end.")
+    return RequestError(ErrorKind.UNAVAILABLE, "The server is about to end.")

@@ -20,7 +20,7 @@ from ..calls.plurals import counted
 from .protocol import (
     BYTES,
     DTYPES,
-    Kind,
+    ErrorKind,
     Parameters,
     RequestError,
     Strings,
@@ -37,7 +37,7 @@ _MOST_ELEMENTS = 2**59
 
 def invalid(what: str, remedy: str | None = None) -> RequestError:
     """The error for a request that makes no sense."""
-    return RequestError(Kind.INVALID, what, remedy=remedy)
+    return RequestError(ErrorKind.INVALID, what, remedy=remedy)
 
 
 def check_token(authorization: str | None, token: str | None) -> None:
@@ -52,7 +52,9 @@ def check_token(authorization: str | None, token: str | None) -> None:
     same = hmac.compare_digest(sent.strip().encode(), token.encode())
     if scheme.lower() != "bearer" or not same:
         remedy = "Send the server's token as 'Authorization: Bearer …'."
-        raise RequestError(Kind.UNAUTHENTICATED, "The request has no valid token.", remedy=remedy)
+        raise RequestError(
+            ErrorKind.UNAUTHENTICATED, "The request has no valid token.", remedy=remedy
+        )
 
 
 def check_names(names: Iterable[str], what: str) -> None:

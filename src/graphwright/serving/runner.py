@@ -31,9 +31,9 @@ from .prepared_model import PreparedModel
 from .protocol import (
     DATATYPES,
     Duration,
+    ErrorKind,
     InferRequest,
     InferResponse,
-    Kind,
     ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
@@ -259,7 +259,7 @@ class ModelRunner:
             except BaseException as error:
                 took = time.monotonic() - begin
                 self._counts.add("fail", took)
-                other = Kind.FAILED if isinstance(error, Exception) else Kind.CANCELLED
+                other = ErrorKind.FAILED if isinstance(error, Exception) else ErrorKind.CANCELLED
                 kind = error.kind if isinstance(error, RequestError) else other
                 self._metrics.failed(kind.value, took)
                 raise
@@ -294,7 +294,7 @@ class ModelRunner:
         for name in wanted:
             if name not in known:
                 raise RequestError(
-                    Kind.INVALID,
+                    ErrorKind.INVALID,
                     f"The model has no output {in_brief(name)}; it gives {', '.join(known)}.",
                 )
         inputs: Mapping[str, Any] = request.inputs
@@ -313,7 +313,7 @@ class ModelRunner:
             if config.preprocess is None:
                 raise
             _LOGGER.exception("what preprocess made of a request is not what %s takes", self.name)
-            raise RequestError(Kind.FAILED, "The server's preprocessing failed.") from None
+            raise RequestError(ErrorKind.FAILED, "The server's preprocessing failed.") from None
         if config.preprocess is None:
             self._refuse_overload()
         outputs: Mapping[str, Value] = await self._in_parts(parts, request.deadline, spent)
@@ -350,7 +350,7 @@ class ModelRunner:
                 value = value.detach().cpu().contiguous()
             elif not isinstance(value, Strings):
                 _LOGGER.error("postprocess of %s gave %s for %r", self.name, in_brief(value), name)
-                raise RequestError(Kind.FAILED, "The server's postprocessing failed.")
+                raise RequestError(ErrorKind.FAILED, "The server's postprocessing failed.")
             found[name] = value
         return found
 
@@ -363,12 +363,12 @@ class ModelRunner:
             except RequestError:
                 raise
             except ValueError as error:
-                raise RequestError(Kind.INVALID, first_line(error)) from error
+                raise RequestError(ErrorKind.INVALID, first_line(error)) from error
             # Panics of libraries in Rust are no Exceptions; and what ends tasks or the loop is not
             # to leave this thread.
             except BaseException as error:
                 _LOGGER.exception("%s of %s failed", stage, self.name)
-                raise RequestError(Kind.FAILED, f"The server's {stage}ing failed.") from error
+                raise RequestError(ErrorKind.FAILED, f"The server's {stage}ing failed.") from error
 
         begin = time.monotonic()
         try:
@@ -382,7 +382,7 @@ class ModelRunner:
         if waiting >= self._max_queue:
             share = self.model.timings.share
             raise RequestError(
-                Kind.OVERLOADED,
+                ErrorKind.OVERLOADED,
                 f"The queue of {self.name} is full, with {counted(waiting, 'request')}.",
                 remedy="Ask again later.",
                 retry_after_s=sum(share(each.sizes) for each in self._queue),
@@ -445,7 +445,7 @@ class ModelRunner:
     def _fail(self, batch: Sequence[_Pending], error: BaseException) -> None:
         """A defect of ours: other requests are answered all the same."""
         _LOGGER.error("a batch of %s failed", self.name, exc_info=error)
-        failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
+        failed = RequestError(ErrorKind.FAILED, f"{self.name} failed: {first_line(error)}")
         _settle(batch, [failed] * len(batch))
 
     def _is_used(self, instance: Instance) -> bool:
@@ -500,7 +500,7 @@ class ModelRunner:
         except BaseException as error:  # Whatever a library raises: requests wait for an answer.
             if len(parts) == 1:
                 _LOGGER.exception("a request of %s failed", self.name)
-                failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
+                failed = RequestError(ErrorKind.FAILED, f"{self.name} failed: {first_line(error)}")
                 return _Computed([failed], {}, sizes)
         alone = self.model.timings.sizes_alone
         each = [self._compute([part], alone(part.sizes), instance) for part in parts]
@@ -614,11 +614,11 @@ def _settle(batch: Sequence[_Pending], answers: Sequence[Tensors | Exception]) -
 
 
 def _unloaded(name: str) -> RequestError:
-    return RequestError(Kind.UNAVAILABLE, f"The model {name} is being unloaded.")
+    return RequestError(ErrorKind.UNAVAILABLE, f"The model {name} is being unloaded.")
 
 
 def _too_late(name: str) -> RequestError:
-    return RequestError(Kind.TOO_LATE, f"{name} could not answer before the deadline.")
+    return RequestError(ErrorKind.TOO_LATE, f"{name} could not answer before the deadline.")
 
 
 def _calls_of(call: Callable[..., Any]) -> Counter[str]:

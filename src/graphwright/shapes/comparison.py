@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..calls.snapshots import Outcome, layout, same_value
+from ..calls.snapshots import CallOutcome, layout, same_value
 from ..errors import first_line
 from ..evaluation.accuracy import ROUNDING, as_float64, error_of, special_values
 from .outputs import cuts_of
@@ -25,8 +25,8 @@ _NO_TF32 = 1e-5
 def effect_of_padding(
     verdicts: Verdicts,
     sizes: Sizes,
-    expected: Outcome,
-    outcome: Outcome,
+    expected: CallOutcome,
+    outcome: CallOutcome,
     *,
     arguments: Collection[int],
     shared: Collection[int],
@@ -147,7 +147,7 @@ def _broken_rule(output: torch.Tensor, rule: Geometry | int | None) -> str | Non
     return None
 
 
-def _side_effects(expected: Outcome, outcome: Outcome, *, exactly: bool) -> str | None:
+def _side_effects(expected: CallOutcome, outcome: CallOutcome, *, exactly: bool) -> str | None:
     """How the calls' writes to arguments and buffers differ, in words, or None."""
     for name, want in expected.inputs.items():
         have = outcome.inputs[name]
@@ -198,7 +198,7 @@ def changed(before: Any, after: Any) -> bool:
     return not torch.equal(as_float64(before).nan_to_num(), as_float64(after).nan_to_num())
 
 
-def only_nan(outcome: Outcome) -> bool:
+def only_nan(outcome: CallOutcome) -> bool:
     """Whether an output is all NaN."""
     return any(
         isinstance(leaf, torch.Tensor) and leaf.numel() > 0 and bool(leaf.isnan().all())

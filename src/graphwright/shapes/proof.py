@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.dependence import InputDependence
-from ..calls.snapshots import Call, ModuleState, Outcome, layout, outputs_by_name, run
+from ..calls.snapshots import Call, CallOutcome, ModuleState, layout, outputs_by_name, run
 from ..calls.split import argument_names, flatten
 from ..errors import first_line
 from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
@@ -496,7 +496,7 @@ class Prover:
             "rule"
         )
 
-    def _run(self, leaves: Sequence[Any]) -> tuple[Outcome, _NotedOutputs]:
+    def _run(self, leaves: Sequence[Any]) -> tuple[CallOutcome, _NotedOutputs]:
         """Run a call, in float64 if the function can run so."""
         self._calls += 1
         if not self._exactly:
@@ -513,7 +513,7 @@ class Prover:
             raise _Inexact from error
         return outcome, seen
 
-    def _run_as_it_is(self, leaves: Sequence[Any]) -> tuple[Outcome, _NotedOutputs]:
+    def _run_as_it_is(self, leaves: Sequence[Any]) -> tuple[CallOutcome, _NotedOutputs]:
         seen = _NotedOutputs(self.subject.axes)
         assert self._state is not None
         call = self.subject.call("proof", leaves)
@@ -542,7 +542,7 @@ class _NotedOutputs:
 
 
 def _effects(
-    leaves: Sequence[Any], whole: Outcome, pieces: Sequence[Outcome], sharing: Sharing
+    leaves: Sequence[Any], whole: CallOutcome, pieces: Sequence[CallOutcome], sharing: Sharing
 ) -> str | None:
     """What a call does beside returning new outputs, which chunks cannot do in its place; or None.
 
@@ -595,14 +595,14 @@ class _Unpadded:
     """A call without padding, and what eager did."""
 
     leaves: list[Any]
-    outcome: Outcome
+    outcome: CallOutcome
     seen: _NotedOutputs
 
 
 class _Unchanged:
     """Elements of outputs of fixed size that were the same in all trials so far."""
 
-    def __init__(self, verdicts: Verdicts, sizes: Sizes, first: Outcome) -> None:
+    def __init__(self, verdicts: Verdicts, sizes: Sizes, first: CallOutcome) -> None:
         rules = zip(verdicts.shapes.of(sizes), verdicts.shapes.of(verdicts.bucket), strict=True)
         self._first: dict[str, torch.Tensor] = {
             name: value.reshape(-1)
@@ -611,7 +611,7 @@ class _Unchanged:
         }
         self._same = {name: torch.ones_like(v, dtype=torch.bool) for name, v in self._first.items()}
 
-    def strike(self, outcome: Outcome) -> bool:
+    def strike(self, outcome: CallOutcome) -> bool:
         """Remove the elements that differ in an outcome; whether there were any."""
         struck = False
         for name, first in self._first.items():

@@ -45,7 +45,7 @@ from ..calls.modes import opaque
 from ..calls.modules import FunctionModule
 from ..calls.options import refuse
 from ..calls.plurals import counted
-from ..calls.snapshots import Call, Outcome, keep, outputs_by_name
+from ..calls.snapshots import Call, CallOutcome, keep, outputs_by_name
 from ..calls.watch import ModuleWatch
 from ..dispatch.answerer import Answerer, SizesAnswered
 from ..errors import GraphwrightError, first_line, in_words
@@ -698,7 +698,7 @@ def _disagreement(module: nn.Module, samples: Sequence[Sample]) -> str | None:
             call = case.call.clone()
             outputs, spec = outputs_by_name(module(*call.args, **call.kwargs))
             after = {f"{name} after the call": leaf for name, leaf in call.leaves().items()}
-            outcome = Outcome(spec, keep(outputs), keep(after), {})
+            outcome = CallOutcome(spec, keep(outputs), keep(after), {})
             verdict = compare(outcome, case, sample.reference)
             if not verdict.ok:
                 return (

@@ -41,7 +41,7 @@ from ..profiler.profiler import profile as profile_of
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, progress_shown
 from ..report.report import Report
-from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status, Step
+from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, BestSoFar, Row, Status
 from ..shapes.dimensions import within
 from ..strategies.base import Built, Candidate, Compiler
 from ..strategies.registry import is_ours
@@ -422,7 +422,7 @@ class Tuning:
         best = max((step.speedup for step in self.report.curve), default=0.0)
         if row.status is Status.OK and speed is not None and speed[0] > best:
             seconds = time.monotonic() - self._started
-            self.report.curve.append(Step(seconds, row.strategy, speed[0]))
+            self.report.curve.append(BestSoFar(seconds, row.strategy, speed[0]))
 
     def _host_seconds(self) -> float | None:
         """What the host needs for a mean call; None if nobody asks, or nobody can tell."""

@@ -32,7 +32,7 @@ POISON = 0xFF
 
 
 @dataclass
-class Segment:
+class ArenaSegment:
     """Bytes taken from the host at once, divided into blocks."""
 
     memory: torch.Tensor
@@ -50,7 +50,7 @@ class Block:
     """Bytes of a segment. Unlike an address, a `number` is never reused."""
 
     number: int
-    segment: Segment
+    segment: ArenaSegment
     offset: int
     nbytes: int
 
@@ -76,8 +76,8 @@ class Arena:
         self._lock = forking.lock()
         self._at_work: int | None = None
         self._dead: deque[Block] = deque()  # to be taken back
-        self._segments: list[Segment] = []
-        self._apart: list[list[Segment]] = []
+        self._segments: list[ArenaSegment] = []
+        self._apart: list[list[ArenaSegment]] = []
         self._current = self._segments
         self._blocks: dict[int, Block] = {}  # by address
         self._numbers = itertools.count()
@@ -187,14 +187,16 @@ class Arena:
         self._blocks[block.address] = block
         return block
 
-    def _grow(self, nbytes: int, small: bool) -> Segment:
+    def _grow(self, nbytes: int, small: bool) -> ArenaSegment:
         if small:
             size = SMALL_SEGMENT
         elif nbytes < MIN_LARGE:
             size = LARGE_SEGMENT
         else:
             size = -(-nbytes // (2 * MIB)) * 2 * MIB
-        segment = Segment(torch.empty(size, dtype=torch.uint8, device="cpu"), small, {0: size}, {})
+        segment = ArenaSegment(
+            torch.empty(size, dtype=torch.uint8, device="cpu"), small, {0: size}, {}
+        )
         self._current.append(segment)
         return segment
 

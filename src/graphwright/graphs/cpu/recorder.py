@@ -422,13 +422,13 @@ class CpuRecording:
         self.external = []
 
 
-class _Recording(threading.local):
+class _TapeOfThread(threading.local):
     """The tape that is being recorded on this thread."""
 
     now: _Tape | None = None
 
 
-_RECORDING = _Recording()
+_RECORDING = _TapeOfThread()
 
 
 @contextlib.contextmanager

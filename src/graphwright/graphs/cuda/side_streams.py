@@ -20,7 +20,7 @@ from ...calls.operations import tensors, written
 
 
 @dataclass(frozen=True)
-class Placed:
+class StreamPlacement:
     """Where an operation runs.
 
     Attributes:
@@ -66,7 +66,7 @@ class StreamPlan:
 
     def place(
         self, reads: Iterable[Hashable], writes: Iterable[Hashable], *, begins: bool = False
-    ) -> Placed:
+    ) -> StreamPlacement:
         """Place the next operation.
 
         Args:
@@ -96,7 +96,7 @@ class StreamPlan:
             self._uses.setdefault(memory, _Uses()).readers.append(number)
         for memory in writes:
             self._uses[memory] = _Uses(number)
-        return Placed(number, stream, tuple(sorted(latest.values())))
+        return StreamPlacement(number, stream, tuple(sorted(latest.values())))
 
     def made(self, number: int, memory: Iterable[Hashable]) -> None:
         """An operation has made tensors in some memory."""

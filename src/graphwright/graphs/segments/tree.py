@@ -22,7 +22,7 @@ from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..host_draws import Draw, draw_others, is_foreign, repeat
 from ..memory import MemoryPool, format_bytes, note_growth, predict, recorder_for, retire
-from ..reads import Read, Reads
+from ..reads import OutsideRead, Reads
 from ..recorder import Interrupted, Recorder
 from ..static_tensors import (
     CopyPlan,
@@ -75,7 +75,7 @@ class _EagerRun:
     observer: ObservingTracer
     results: StaticOutputs | _Tree
     mutated: list[int]
-    read: list[Read]
+    read: list[OutsideRead]
 
 
 class SegmentTree:
@@ -295,7 +295,7 @@ class SegmentTree:
         make_room: MakeRoom,
         unfinished: Unfinished,
         has_moved: Callable[[], bool],
-    ) -> tuple[Any, list[Read] | None]:
+    ) -> tuple[Any, list[OutsideRead] | None]:
         """Replay the segments for a call's arguments; the pool's lock is held.
 
         Args:

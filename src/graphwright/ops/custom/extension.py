@@ -34,7 +34,7 @@ _KEYS = {"C++": "CPU", "CUDA": "CUDA"}
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _ExtensionRecipe:
     """All that an extension is made of, as it was read: another process makes the same of it."""
 
     name: str
@@ -79,7 +79,7 @@ class Extension:
             without a GPU.
     """
 
-    def __init__(self, recipe: _Recipe, suffix: str) -> None:
+    def __init__(self, recipe: _ExtensionRecipe, suffix: str) -> None:
         """`suffix` is what operators of this name have in addition, if there were others before."""
         self.name = recipe.name
         self.libraries: dict[str, Path] = {}
@@ -266,7 +266,7 @@ def extension(
                 remedy="Pass cpp too, to have it on the CPU.",
             )
     flags = Flags(tuple(cflags), tuple(cuda_cflags), tuple(ldflags))
-    return _made(_Recipe(name, tuple(units), known, flags, verbose))
+    return _made(_ExtensionRecipe(name, tuple(units), known, flags, verbose))
 
 
 def _valid(name: str, function: Any) -> Function:
@@ -296,7 +296,7 @@ def _source_problem(name: str, source: Any) -> str | None:
     return f"{name} is {in_brief(wrong[0])}, not a source: write a text, a file, or a list of these"
 
 
-def _made(recipe: _Recipe) -> Extension:
+def _made(recipe: _ExtensionRecipe) -> Extension:
     """The extension of a recipe: the one that there is, if it is the same."""
     with _ALL.lock(recipe.name):
         others = _ALL.made.setdefault(recipe.name, [])
@@ -310,12 +310,12 @@ def _made(recipe: _Recipe) -> Extension:
         return made
 
 
-def _operator(recipe: _Recipe, name: str) -> Operator:
+def _operator(recipe: _ExtensionRecipe, name: str) -> Operator:
     operator: Operator = getattr(_made(recipe), name)
     return operator
 
 
-def _unchecked(recipe: _Recipe) -> _Recipe:
+def _unchecked(recipe: _ExtensionRecipe) -> _ExtensionRecipe:
     """The same for another process, where it need not be checked once more."""
     functions = {name: function.without_samples() for name, function in recipe.functions.items()}
     return replace(recipe, functions=functions, verbose=False)

@@ -18,7 +18,7 @@ from .operator import Operator, Token, check_name
 from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
 
 _LOCK = threading.Lock()
-_MADE: dict[str, list[tuple[_Recipe, Operator]]] = {}
+_MADE: dict[str, list[tuple[_OperatorRecipe, Operator]]] = {}
 # Libraries take what they have registered with them when they go.
 _KEPT: list[torch.library.Library] = []
 
@@ -81,7 +81,9 @@ def triton_op(
         raise OptionError(
             f"A sample of {name} is no tuple of arguments.", remedy="Write samples=[(x,)]."
         )
-    recipe = _Recipe(name, function, tuple(mutates_args), reference, backward, setup_context)
+    recipe = _OperatorRecipe(
+        name, function, tuple(mutates_args), reference, backward, setup_context
+    )
     if recipe.mutated and backward is not None:
         raise ExtensionError(
             f"{name} writes to an argument, and has a backward.",
@@ -91,7 +93,7 @@ def triton_op(
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _OperatorRecipe:
     """All that an operator is made of: another process makes the same of it."""
 
     name: str
@@ -109,7 +111,7 @@ class _Recipe:
         return hashlib.sha256(described(code).encode()).hexdigest()
 
 
-def _made(recipe: _Recipe, samples: Iterable[tuple[Any, ...]] = ()) -> Operator:
+def _made(recipe: _OperatorRecipe, samples: Iterable[tuple[Any, ...]] = ()) -> Operator:
     """The operator of a recipe: the one that there is, if it is the same."""
     with _LOCK:
         others = _MADE.setdefault(recipe.name, [])
@@ -124,7 +126,7 @@ def _made(recipe: _Recipe, samples: Iterable[tuple[Any, ...]] = ()) -> Operator:
         return operator
 
 
-def _defined(recipe: _Recipe, name: str) -> Operator:
+def _defined(recipe: _OperatorRecipe, name: str) -> Operator:
     """A new operator."""
     try:
         made: Any = torch.library.triton_op(name, recipe.function, mutates_args=recipe.mutated)

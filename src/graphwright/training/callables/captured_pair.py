@@ -44,7 +44,7 @@ from ...graphs.memory import (
     trim,
 )
 from ...graphs.python_state import PythonState, place_of
-from ...graphs.reads import Read, explain
+from ...graphs.reads import OutsideRead, explain
 from ...graphs.recorder import Interrupted
 from ...graphs.static_tensors import hosts_among
 from ...graphs.transaction import let_go, transaction
@@ -261,7 +261,7 @@ class CapturedPair(Graph):
         # Stand-ins took the places of these while the call ran.
         others = [t for t in self._passes.trained if id(t) not in known]
         places = {place_of(t) for t in (*own, *others) if t.layout is torch.strided}
-        read = [Read(tensor, "the call", None) for tensor in others]
+        read = [OutsideRead(tensor, "the call", None) for tensor in others]
         for each in warmed.read:
             if not isinstance(each.value, torch.Tensor) or place_of(each.value) not in places:
                 read.append(each)

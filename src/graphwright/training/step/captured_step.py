@@ -19,7 +19,7 @@ from ...graphs.captured_call import CapturedCall
 from ...graphs.comparison import Comparison, different_result, rounding_of
 from ...graphs.journal import Copies, users_of
 from ...graphs.memory import MemoryPool, MemoryPrediction, recorder_for
-from ...graphs.reads import Read, explain
+from ...graphs.reads import OutsideRead, explain
 from .body import Body, Grads, Usage, set_grads
 from .components import StepModule, hooks_of
 from .optimizers import OptimizerMemory, Settings
@@ -233,7 +233,7 @@ class CapturedStep(CapturedCall):
     def _new_watch(self) -> ModuleWatch:
         return ModuleWatch(self.spec.module, values=False, training=True)
 
-    def _explain_reads(self, read: Sequence[Read], watch: ModuleWatch) -> None:
+    def _explain_reads(self, read: Sequence[OutsideRead], watch: ModuleWatch) -> None:
         """As for a call; gradients and what is the optimizers' are looked at by the step itself."""
         grads = [grad for grad in self.start.values() if grad is not None]
         seen = [*self._body.parameters, *grads, *self.optimizer_memory.tensors()]

@@ -101,7 +101,7 @@ class _Refused:
 
 
 @dataclass
-class _Seen:
+class _SeenStep:
     """A kind of step without a graph.
 
     Attributes:
@@ -148,7 +148,7 @@ class GraphedStep(RunsStep):
         self._graphs: list[CapturedStep] = []  # most recently used first
         self._fallback = Fallback(self._words, on_miss, self._count_eager)
         self._options: list[Any] = []  # those of the optimizers when no graph fitted last
-        self._seen: list[_Seen] = []  # most recently seen first
+        self._seen: list[_SeenStep] = []  # most recently seen first
         self._captured: list[CallSignature] = []  # signatures that had a graph
         self._refused: list[_Refused] = []
         self._closed = False
@@ -429,7 +429,7 @@ class GraphedStep(RunsStep):
                 return comes_back
         with contextlib.suppress(SignatureError):
             signature = CallSignature.of(args, kwargs, any_order=not sees_order(self._step))
-            seen = _Seen(signature, self._options, steps)
+            seen = _SeenStep(signature, self._options, steps)
             self._seen = [seen, *self._seen[: _MAX_SEEN - 1]]
         return False
 
