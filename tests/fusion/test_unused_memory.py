@@ -115,13 +115,13 @@ def test_parts_are_verified_as_they_will_run(device: torch.device) -> None:
 def test_one_snapshot_is_enough_for_all_of_a_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda m, y: m.small.add_(m.big[0] + float(y.sum())))
     hold(model.layers, "parameter", torch.randn(MANY))
-    model.big, kept, use = model.layers.big, [], snapshots._Kept.use
+    model.big, kept, use = model.layers.big, [], snapshots._KeptValues.use
 
-    def count(self: snapshots._Kept) -> None:
+    def count(self: snapshots._KeptValues) -> None:
         kept.append(self.tensor.numel())
         use(self)
 
-    monkeypatch.setattr(snapshots._Kept, "use", count)
+    monkeypatch.setattr(snapshots._KeptValues, "use", count)
     fused = gw.fuse(model, (image(torch.device("cpu")),))
     assert [region.path for region in fused.regions] == ["layers"]
     assert kept.count(MANY) == 1

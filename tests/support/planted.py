@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from graphwright.calls import switches
 from graphwright.calls.host_generators import HostGenerators
 from graphwright.calls.iterators import Iterators
+from graphwright.processes.child import CANDIDATE
 from graphwright.strategies.base import Availability, Built
-from graphwright.tuning.workers.fork_server import CANDIDATE
 from graphwright.tuning.workers.pool import TrialLimits, WorkerPool
 
 

@@ -22,6 +22,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.artifacts import evidence
 from graphwright.evaluation.reference import Sample
+from graphwright.processes.child import CANDIDATE
 from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
@@ -32,7 +33,6 @@ from graphwright.tuning import cold_start
 from graphwright.tuning.cold_start import ColdStarts
 from graphwright.tuning.selection import near_best, ranked, reason_for
 from graphwright.tuning.tuner import Tuning
-from graphwright.tuning.workers.fork_server import CANDIDATE
 
 
 class Rows(nn.Module):

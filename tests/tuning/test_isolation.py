@@ -540,7 +540,8 @@ def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> No
 
 ENDING = """
 import os, signal, sys
-from graphwright.tuning.workers import fork_server_main, process
+from graphwright.processes import process
+from graphwright.tuning.workers import fork_server_main
 ended = []
 def kill_children(spared=()):
     if ended:

@@ -46,10 +46,11 @@ Not switches, since they change no result of what is captured or built:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -679,6 +680,17 @@ def apply(values: Mapping[str, Any]) -> None:
     found = differences(values, read())
     if found:
         raise RuntimeError(f"settings of PyTorch cannot be repeated here: {'; '.join(found)}")
+
+
+@contextlib.contextmanager
+def applied(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, switches have these values, by name; others stay as they are."""
+    before = read()
+    apply({**before, **values})
+    try:
+        yield
+    finally:
+        apply(before)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

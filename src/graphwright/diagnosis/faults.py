@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ import torch
 from ..errors import first_line
 from ..graphs.captured_call import CapturedCall
 from ..graphs.memory import format_bytes
+from ..processes.child import Child, ending
 
 # How a failed assertion in device code names its kernel: file:line: kernel: block: [0,0,0], …
 _ASSERTION = re.compile(
@@ -94,24 +94,12 @@ def look_for_fault(
                 f"No child process looked for faults of the device: the call cannot be pickled "
                 f"({first_line(error, 120)})."
             )
-        environment = os.environ | {
+        environment = {
             "CUDA_LAUNCH_BLOCKING": "1",
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
-        # Not this process's folder: a file in it could hide a module.
-        command = [sys.executable, "-m", _MAIN, str(task), str(told)]
-        try:
-            done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                timeout=timeout_s,
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
-            status, said = done.returncode, done.stderr.decode(errors="replace")
-        except subprocess.TimeoutExpired as error:
-            status, said = None, (error.stderr or b"").decode(errors="replace")
+        with Child(["-m", _MAIN, str(task), str(told)], environment=environment) as child:
+            status, said = child.status_within(timeout_s), child.printed()
         return judged(told.read_text(encoding="utf-8"), status, said, timeout_s)
 
 
@@ -138,16 +126,13 @@ def judged(
         )
     died = status is None or status < 0 or asserted is not None or _of_device(error)
     if error is None:
+        printed = (said.strip().splitlines() or [""])[-1]
+        too_long = f"it did not end within {timeout_s:.0f} s"
         if not heard.phase:
-            why = (said.strip().splitlines() or ["it ended without a word"])[-1]
-            return None, f"No child process looked for faults of the device: {why[:160]}"
-        if status is None:
-            error = f"it did not end within {timeout_s:.0f} s"
-        elif status < 0:
-            error = f"the process was ended by signal {-status}"
-        else:
-            error = f"the process ended with status {status}"
-            died = True
+            why = too_long if status is None else ending(status, printed)
+            return None, f"No child process looked for faults of the device: {why[:240]}"
+        error = too_long if status is None else ending(status)
+        died = True
     place = heard.place
     return (
         Fault(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import subprocess
 import sys
 import threading
 from collections import OrderedDict
@@ -24,6 +23,7 @@ from ..calls import watch
 from ..calls.dictionaries import ORDER
 from ..calls.threads import own_thread
 from ..errors import GraphwrightError, first_line, in_a_row
+from ..processes.child import Child
 from .custom.building import Flags, existing, library
 from .custom.sources import Unit
 
@@ -33,6 +33,8 @@ _NAME = "the checks in C++"
 NOT_BUILT = "not built yet"
 _LOCK = threading.Lock()
 _FLAGS = Flags(cpp=("-O2",))
+# Seconds that a build beside other work may take.
+_LIMIT_S = 900.0
 # What builds them in a process of its own, of lower priority than what it goes on beside.
 _NICE, _BUILD = 10, f"from {__name__} import provide; provide()"
 
@@ -53,17 +55,12 @@ def _build_beside() -> None:
     """Have them built by a process that this one's end does not stop, and load them."""
     if why_never() is not None:
         return
-    command = [sys.executable, "-c", f"import os; os.nice({_NICE}); {_BUILD}"]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,
-        # It inherits nothing that others wait for the end of.
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    process.wait()
+    # It inherits nothing that others wait for the end of.
+    words = ["-c", f"import os; os.nice({_NICE}); {_BUILD}"]
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = Child(words, environment=environment)
+    child.status_within(_LIMIT_S)
+    child.end()
     provide(build=False)
 
 

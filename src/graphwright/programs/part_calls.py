@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import nn
 
 from ..artifacts.tuned_module import TunedModule, choice_of
 from ..calls.split import Args, Kwargs
-from ..calls.switches import apply, read
 from .inspection import SharedSize, varying_of
 from .installation import twin_of
 from .observed_calls import ModuleMethod, ObservedCall, described, positional_of
@@ -39,17 +37,6 @@ class PartCalls:
     sizes: Sequence[Mapping[str, tuple[int, ...]]]
     varying: Sequence[SharedSize]
     switches: Mapping[str, Any] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def own_switches(values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block, switches of PyTorch's are as a program sets them around its calls."""
-    before = read()
-    apply({**before, **values})
-    try:
-        yield
-    finally:
-        apply(before)
 
 
 def calls_of(

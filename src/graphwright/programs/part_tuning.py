@@ -13,6 +13,7 @@ from torch import nn
 
 from ..artifacts.tuned_module import TunedModule
 from ..calls.split import tensors_of
+from ..calls.switches import applied
 from ..errors import SignatureError
 from ..generation.generator import GraphedGenerator, graph_generate
 from ..report.result import EAGER
@@ -21,7 +22,7 @@ from ..tuning.tuner import tune
 from .inspection import SharedSize
 from .installation import twin_of
 from .observed_calls import FORWARD
-from .part_calls import MOST_KNOWN, PartCalls, own_switches
+from .part_calls import MOST_KNOWN, PartCalls
 
 # The method that graph_generate() answers, and how that is called.
 GENERATE, GENERATE_BY = "generate", "graph_generate"
@@ -76,7 +77,7 @@ def tuned_for(
     Raises:
         GraphwrightError: it cannot be tuned.
     """
-    with own_switches(calls.switches):
+    with applied(calls.switches):
         return _tuned(module, calls, buckets, dict(options))
 
 

@@ -26,6 +26,7 @@ from ..artifacts.tuned_module import TunedModule
 from ..artifacts.untuned_calls import OnMiss
 from ..calls.options import names_checked
 from ..calls.serialization import digest_of, packed, unpacked
+from ..calls.switches import applied
 from ..calls.watch import Checks
 from ..errors import ArtifactError, GraphwrightError
 from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, InstalledParts, PartLearner
@@ -34,7 +35,7 @@ from .inspector import name_of
 from .installation import twin_of
 from .observed_calls import FORWARD, ModuleMethod
 from .part_answer import TunedAnswer
-from .part_calls import calls_saved, own_switches
+from .part_calls import calls_saved
 from .part_tuning import GENERATE_BY, GenerateAnswer, generator_of
 from .program_modules import modules_inside
 from .sentence_batches import BatchSize
@@ -194,7 +195,7 @@ def _row(part: AcceleratedPart, number: int, folder: Path) -> dict[str, Any]:
     if part.tuned is not None:
         row["file"] = f"part-{number}.gw"
         known = part.answer.known if isinstance(part.answer, TunedAnswer) else None
-        with own_switches(known.switches if known else {}):
+        with applied(known.switches if known else {}):
             row["chosen"] = saving.save(part.tuned, folder / row["file"])
         row["switches"] = packed(dict(known.switches) if known else {}, {}, "")
     return row
@@ -237,7 +238,7 @@ def load_program(
                 found.parts.append(part)
                 file = _extracted(path, archive, row["file"], folder)
                 switches = unpacked(row.get("switches", {}), {})
-                with own_switches(switches):
+                with applied(switches):
                     answer = _answer(part, module, file, trust, options, switches)
                 installed.put_in(part, module, answer)
         except BaseException:

@@ -23,6 +23,7 @@ from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
 from ..calls.snapshots import ModuleState, clone_leaves
 from ..calls.split import Args, Kwargs, flatten, tensors_of, unflatten
+from ..calls.switches import applied
 from ..errors import StrategyFailed, first_line
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .export import Flat
@@ -43,18 +44,6 @@ _SCRIPT, _CALL = "script.pt", "call.json"
 # Operations of oneDNN's from which numbers come out where PyTorch gives NaN.
 _LOSE_NAN = ("relu", "sigmoid", "max_pool2d")
 _OVERLOADS = "__overloads__"
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """A cast weight that autocast keeps would be a constant of the trace."""
-    before = torch.is_autocast_cache_enabled()
-    torch.clear_autocast_cache()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager
@@ -107,7 +96,9 @@ class TorchScript:
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Script the model, or trace it with the reason why it could not be scripted."""
         notes: list[str] = []
-        with torch.no_grad(), _without_autocast_cache():
+        torch.clear_autocast_cache()
+        # A cast weight that autocast keeps would be a constant of the trace.
+        with torch.no_grad(), applied({"autocast's cache": False}):
             known: _Scripted | _Traced
             try:
                 known = self._script(model, args, kwargs)

@@ -21,7 +21,6 @@ import os
 import random
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,7 +29,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -52,6 +50,7 @@ from ..errors import GraphwrightError, first_line, in_words
 from ..evaluation.measurement import median_interval
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
+from ..processes.child import CANDIDATE, GARBLED, Child, ending, message_of
 from ..report.report import Report
 from ..report.result import EAGER, Row, Status
 from ..strategies import aot_inductor, rewrites, torchscript
@@ -59,8 +58,6 @@ from ..strategies.base import Built, Candidate
 from ..strategies.onnxruntime import strategy as onnxruntime
 from ..strategies.registry import without
 from .request import Request
-from .workers.fork_server import CANDIDATE
-from .workers.process import kill_group, last_line
 from .workers.settings import ProcessSettings
 from .workers.task import pickling_by_value
 
@@ -78,6 +75,8 @@ _END_TIMEOUT_S = 10.0
 _MAX_MESSAGE = 1 << 26
 # cloudpickle has one registry for all threads.
 _PICKLING = threading.Lock()
+_MAIN = "graphwright.tuning.background_main"
+_NO_SEARCH = "There is no search in the background any more"
 _LIVE: weakref.WeakSet[BackgroundSearch] = weakref.WeakSet()
 
 
@@ -345,10 +344,9 @@ class BackgroundSearch:
                     self._conclude("It was cancelled.")
                     return
                 self._connection.open(ours)
-                log = stack.enter_context(tempfile.TemporaryFile())
-                process = _start(theirs, order, log)
-                stack.callback(self._end, process)
-            self._follow(ours, log)
+                child = _start(theirs, order)
+                stack.callback(self._end, child)
+            self._follow(ours, child)
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[IO[bytes]]:
@@ -390,24 +388,24 @@ class BackgroundSearch:
                 ) from error
             yield file
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, child: Child) -> None:
         """End the child, which ends what it has started and removes its files."""
         self._connection.close()
-        try:
-            process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            kill_group(process.pid)
-            process.wait()
-            if self._scratch:
-                shutil.rmtree(self._scratch, ignore_errors=True)
+        status = child.status_within(_END_TIMEOUT_S)
+        child.end()
+        if status is None and self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _follow(self, ours: socket.socket, log: IO[bytes]) -> None:
+    def _follow(self, ours: socket.socket, child: Child) -> None:
         """Do what the child says, until it is done."""
         self.doing = "starting a process"
         with ours.makefile("rb") as lines:
             for line in lines:
-                message = json.loads(line)
-                say = message.pop("say")
+                try:
+                    message = message_of(line)
+                    say = message.pop("say")
+                except (ValueError, KeyError) as error:
+                    raise GraphwrightError(f"{_NO_SEARCH}: {GARBLED}.") from error
                 if say == "scratch":
                     self._scratch = message["path"]
                 elif say == "doing":
@@ -427,7 +425,8 @@ class BackgroundSearch:
         if self._connection.cancelled:
             self._conclude("It was cancelled.")
             return
-        raise GraphwrightError(f"The process of the search ended: {last_line(log) or 'no reason'}.")
+        why = ending(child.status_within(_END_TIMEOUT_S), child.last_line())
+        raise GraphwrightError(f"{_NO_SEARCH}: {why}.")
 
     def _change(self, name: str, path: str | None, report: Report) -> None:
         """Have a candidate answer calls, unless something is wrong with it here."""
@@ -656,28 +655,15 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
     return module.function_of() if isinstance(module, FunctionModule) else module
 
 
-def _start(theirs: socket.socket, order: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(theirs: socket.socket, order: IO[bytes]) -> Child:
     """Start the child, from the thread that lives as long: it ends with that."""
     order.seek(0)
-    root = str(Path(__file__).resolve().parents[2])
     path = [os.path.abspath(entry) for entry in sys.path]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-        "PYTHONSAFEPATH": "1",
-        CANDIDATE: "1",  # Until the model is loaded: its modules must not tune.
-    }
     handles = theirs.fileno(), order.fileno()
-    arguments = [*map(str, (*handles, os.getpid())), json.dumps([path, sys.argv])]
-    return subprocess.Popen(
-        [sys.executable, "-m", "graphwright.tuning.background_main", *arguments],
-        pass_fds=handles,
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=environment,
-        start_new_session=True,
-    )
+    words = [*map(str, (*handles, os.getpid())), json.dumps([path, sys.argv])]
+    # Until the model is loaded: its modules must not tune.
+    environment = {CANDIDATE: "1"}
+    return Child(["-m", _MAIN, *words], handles=handles, environment=environment)
 
 
 def _error_of(kind: str, what: str, remedy: str) -> GraphwrightError:

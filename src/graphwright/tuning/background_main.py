@@ -27,11 +27,11 @@ import torch
 from ..artifacts.saving import save_choice
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, first_line, in_words
+from ..processes.child import CANDIDATE
+from ..processes.process import adopt_orphans, end_with_parent, kill_children
 from ..report.result import EAGER, Row, Status
 from .background import SearchOrder
 from .tuner import Tuning
-from .workers.fork_server import CANDIDATE
-from .workers.process import adopt_orphans, end_with_parent, kill_children
 from .workers.task import publish_globals
 
 _NICENESS = 10

@@ -12,8 +12,6 @@ import json
 import os
 import pickle
 import select
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,12 +26,11 @@ from ..artifacts.saving import save_choice
 from ..artifacts.substitute import unsavable
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, in_words
+from ..processes.child import CANDIDATE, GARBLED, KILLED, Child, ending
 from ..report.result import EAGER, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from .trial import CandidateEvaluator
-from .workers.fork_server import CANDIDATE
-from .workers.process import kill_group, last_line
 from .workers.settings import ProcessSettings
 from .workers.task import IsolationError, Task, pickling_by_value, write_task
 
@@ -183,46 +180,30 @@ class ColdStarts:
         """Seconds from the start of a process until it reports a right answer."""
         scratch = caches / "tmp"
         scratch.mkdir(parents=True, exist_ok=True)
-        root = str(Path(__file__).resolve().parents[2])
         environment = {
-            **os.environ,
             **{name: str(caches / place) for name, place in _CACHE_VARIABLES.items()},
             "TMPDIR": str(scratch),
-            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-            "PYTHONSAFEPATH": "1",
             CANDIDATE: "1",
         }
         task = -1 if saved or self._task is None else self._task.fileno()
-        with _pipe() as (ours, theirs), tempfile.TemporaryFile() as log:
+        with _pipe() as (ours, theirs):
             handles = [theirs.fileno(), *([] if task < 0 else [task])]
             if task >= 0:
                 os.lseek(task, 0, os.SEEK_SET)  # All processes share one position in it.
             arguments = [str(folder), *map(str, (theirs.fileno(), task, os.getpid()))]
             began = time.perf_counter()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "graphwright.tuning.cold_start_main", *arguments],
-                pass_fds=handles,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
-            try:
+            words = ["-m", "graphwright.tuning.cold_start_main", *arguments]
+            with Child(words, handles=handles, environment=environment) as child:
                 theirs.close()
                 answer = self._read_answer(ours)
                 seconds = time.perf_counter() - began
-                ended = bool(answer) or _has_ended(process.pid)
-            finally:
-                kill_group(process.pid)  # Not waited for yet, so the number is still its own.
-                process.wait()
-            if not answer:
-                raise _without_answer(process.returncode if ended else None, last_line(log))
+                if not answer:
+                    raise _without_answer(child.status_within(_END_TIMEOUT_S), child.last_line())
         try:
             status, reason, remedy = json.loads(answer)
             status = Status(status)
         except (ValueError, TypeError):
-            raise _NoRightAnswer(Status.FAILED, "its process sent no valid answer") from None
+            raise _NoRightAnswer(Status.FAILED, GARBLED) from None
         if status is not Status.OK:
             raise _NoRightAnswer(status, str(reason), str(remedy))
         return seconds
@@ -253,30 +234,12 @@ def _pipe() -> Iterator[Sequence[IO[bytes]]]:
         yield ours, theirs
 
 
-def _has_ended(pid: int) -> bool:
-    """Whether a process ends within some seconds; it is not reaped."""
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def _too_late() -> _NoRightAnswer:
     why = "the budget was spent before its first answer was timed"
     return _NoRightAnswer(Status.NOT_TRIED, why, "Give a larger budget.")
 
 
-def _without_answer(status: int | None, last: str) -> _NoRightAnswer:
+def _without_answer(status: int | None, printed: str) -> _NoRightAnswer:
     """What became of a process without an answer; `status` is None if it has not ended."""
-    printed = f": {last}" if last else ""
-    if status is None:
-        return _NoRightAnswer(Status.CRASHED, "its process closed what it talks through")
-    if status == -signal.SIGKILL:
-        why = "the system killed its process, as it does where memory runs out"
-        return _NoRightAnswer(Status.MEMORY_EXCEEDED, why)
-    if status < 0:
-        name = signal.Signals(-status).name
-        return _NoRightAnswer(Status.CRASHED, f"its process was ended by {name}{printed}")
-    return _NoRightAnswer(Status.CRASHED, f"its process ended with exit status {status}{printed}")
+    why = ending(status, printed)
+    return _NoRightAnswer(Status.MEMORY_EXCEEDED if why == KILLED else Status.CRASHED, why)

@@ -39,6 +39,7 @@ from ..calls.weights import refuse_weights
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
 from ..graphs.taken_apart import ApartCall, TakenApart, holds_objects, kind_of
+from ..processes.child import CANDIDATE
 from ..report.result import Shape
 from ..shapes.dimensions import portable
 from ..strategies.base import Candidate, Compiler
@@ -50,7 +51,6 @@ from ..strategies.registry import (
     parse_candidates,
     without,
 )
-from .workers.fork_server import CANDIDATE
 
 if TYPE_CHECKING:
     from ..shapes.buckets import Buckets

@@ -12,14 +12,13 @@ import inspect
 import os
 import pickle
 import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ...processes.child import Child
 from . import compile_worker, launch_cache
 
 # Processes at most, and seconds that all may take.
@@ -39,25 +38,17 @@ class Compiling:
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self._sent, self._awaited = 0, 0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
 
     def __enter__(self) -> Compiling:
         return self
 
     def __exit__(self, *error: object) -> None:
         """End what still runs."""
-        process, self._process = self._process, None
+        child, self._child = self._child, None
         self._awaited = 0
-        if process is None:
-            return
-        # All that it has started: they are a group of processes.
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
-        process.wait()
+        if child is not None:
+            child.end()
 
     @property
     def running(self) -> bool:
@@ -98,9 +89,8 @@ class Compiling:
     def wait(self) -> None:
         """Wait until all is compiled."""
         end = time.monotonic() + _LIMIT_S
-        while self._process is not None and self.running:
-            pipe = self._process.stdout
-            assert pipe is not None
+        while self._child is not None and self.running:
+            pipe = self._child.stdout
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
             if not ready or not os.read(pipe.fileno(), 1):
                 self.__exit__()  # It takes too long, or has ended.
@@ -109,17 +99,11 @@ class Compiling:
 
     def _start(self) -> None:
         """Start the process that compiles, by forks of itself."""
-        if self._process is not None or not hasattr(os, "fork"):
+        if self._child is not None or not hasattr(os, "fork"):
             return
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(compile_worker.__file__))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            # They need no device, and should not look for one.
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-        )
+        # It needs no device, and should not look for one.
+        environment = {"CUDA_VISIBLE_DEVICES": ""}
+        self._child = Child([compile_worker.__file__], environment=environment, pipes=True)
         self._give((sys.path, str(_PACKAGE)))
 
     def _send(self) -> None:
@@ -134,10 +118,9 @@ class Compiling:
         self._give((jobs, others))
 
     def _give(self, values: Any) -> None:
-        if self._process is None:
+        if self._child is None:
             return
-        pipe = self._process.stdin
-        assert pipe is not None
+        pipe = self._child.stdin
         try:
             pipe.write(pickle.dumps(values))
             pipe.flush()

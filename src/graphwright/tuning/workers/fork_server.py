@@ -10,22 +10,20 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from .process import kill_group, last_line
+from ...processes.child import CANDIDATE, GARBLED, Child, ending, message_of
 from .task import IsolationError
 
 # Seconds that a new process has to give its first answer.
 START_TIMEOUT_S = 120.0
 # Seconds that it has to end after it was asked to.
 _END_TIMEOUT_S = 5.0
-# This environment variable marks the processes that candidates run in.
-CANDIDATE = "GRAPHWRIGHT_CANDIDATE"
+_MAIN = "graphwright.tuning.workers.fork_server_main"
+_SILENT = "it runs on, and says nothing"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Bytes of the longest message on the control socket.
 MAX_MESSAGE = 1 << 20
@@ -60,16 +58,10 @@ class ForkServer:
             raise IsolationError(f"no process could be started: {error}") from error
 
     def _start(self, stack: contextlib.ExitStack, modules: Sequence[str], threads: int) -> None:
-        root = str(Path(__file__).resolve().parents[3])
-        worker_environment = {
-            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
-            **os.environ,
-            CANDIDATE: "1",
-        }
+        compiling = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+        worker_environment = {**compiling, **os.environ, CANDIDATE: "1"}
         environment = {
-            **worker_environment,
-            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-            "PYTHONSAFEPATH": "1",  # Import nothing from the current folder.
+            **{name: worker_environment[name] for name in (*compiling, CANDIDATE)},
             # Without this, merely asking for a GPU starts CUDA, which does not survive a fork.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             # Threads do not survive a fork either; each worker has as many as the caller.
@@ -81,28 +73,12 @@ class ForkServer:
         # folder, which is removed with the fork server.
         self._scratch = tempfile.mkdtemp(prefix="gw-")  # Short: paths of sockets are limited.
         stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        stack.callback(self._log.close)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.callback(self._control.close)
         self._control.settimeout(START_TIMEOUT_S)
         with theirs:
-            handle = theirs.fileno()
-            command = [
-                "-m",
-                "graphwright.tuning.workers.fork_server_main",
-                str(handle),
-                str(os.getpid()),
-            ]
-            self._process = subprocess.Popen(
-                [sys.executable, *command],
-                pass_fds=(handle,),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=environment,
-                start_new_session=True,
-            )
+            words = ["-m", _MAIN, str(theirs.fileno()), str(os.getpid())]
+            self._child = Child(words, handles=[theirs.fileno()], environment=environment)
         stack.callback(self.close)
         self._send(
             "prepare",
@@ -142,12 +118,7 @@ class ForkServer:
     def close(self) -> None:
         """End the process, which ends everything that was started under it."""
         self._control.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            kill_group(self._process.pid)
-            self._process.wait()
-        self._log.close()
+        self._child.end(_END_TIMEOUT_S)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _send(self, request: str, handles: Sequence[int] = (), **arguments: Any) -> None:
@@ -164,8 +135,13 @@ class ForkServer:
             raise self._gone() from error
         if not message:
             raise self._gone()
-        answer: dict[str, Any] = json.loads(message)
-        return answer
+        try:
+            return message_of(message)
+        except ValueError as error:
+            raise self._gone(GARBLED) from error
 
-    def _gone(self) -> ForkServerGone:
-        return ForkServerGone(f"the process for candidates does not answer: {last_line(self._log)}")
+    def _gone(self, why: str | None = None) -> ForkServerGone:
+        if why is None:
+            status = self._child.status_within(_END_TIMEOUT_S)
+            why = ending(status, self._child.last_line()) if status is not None else _SILENT
+        return ForkServerGone(f"the process for candidates does not answer: {why}")

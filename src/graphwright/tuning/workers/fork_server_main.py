@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from ...errors import first_line
+from ...processes.process import adopt_orphans, end_with_parent, kill_children
 from ...report.result import Status
 from ..trial import SharedBuild
 from .fork_server import MAX_MESSAGE
 from .leftovers import Baseline
-from .process import adopt_orphans, end_with_parent, kill_children
 from .task import Order, Task, publish_globals
 
 # What a candidate may have become whose worker can serve another one.

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...calls.switches import differences
 from ...evaluation.measurement import MemoryMeter
+from ...processes.process import children_of, resident_bytes
 from ...report.table import memory
 from ..trial import CandidateEvaluator
-from .process import children_of, resident_bytes
 from .settings import ProcessSettings
 
 # Bytes that may stay: compilers keep modules and caches, and cuBLAS a workspace for each stream.

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,13 +31,14 @@ from typing import IO, TypeGuard
 import torch
 from torch import nn
 
+from ...processes.child import KILLED, ending
+from ...processes.process import kill_group, resident_bytes
 from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate
 from ...strategies.registry import is_ours, is_slow
 from ..trial import CandidateEvaluator
 from .fork_server import START_TIMEOUT_S, ForkServer, ForkServerGone
-from .process import kill_group, resident_bytes
 from .schedule import Choose, Job, Schedule, cache_of
 from .task import IsolationError, Order, Task, modules_to_import, write_task
 from .worker import MAX_PRINTED, Worker
@@ -538,18 +538,10 @@ class WorkerPool:
         """The row of a worker that ended without one."""
         candidate = _candidate_of(worker)
         row = Row(candidate.name, Status.CRASHED, complexity=candidate.complexity)
-        printed = f": {worker.last_line}" if worker.last_line else ""
-        if not worker.has_ended(_END_TIMEOUT_S):
-            row.reason = "it closed what its process talks through"
-            return row
-        status = self._end(worker)
-        if status == -signal.SIGKILL:
+        ended = worker.has_ended(_END_TIMEOUT_S)
+        row.reason = ending(self._end(worker) if ended else None, worker.last_line)
+        if row.reason == KILLED:
             row.status = Status.MEMORY_EXCEEDED
-            row.reason = "the system killed its process, as it does where memory runs out"
-        elif status < 0:
-            row.reason = f"its process was ended by {signal.Signals(-status).name}{printed}"
-        else:
-            row.reason = f"its process ended with exit status {status}{printed}"
         return row
 
     def _end(self, worker: Worker) -> int:

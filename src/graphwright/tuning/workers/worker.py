@@ -18,10 +18,10 @@ import time
 from dataclasses import dataclass, field
 from typing import IO
 
+from ...processes.process import kill_group, last_line, resident_bytes
 from ...report.result import Row
 from ...strategies.base import Candidate
 from .fork_server import ForkServer
-from .process import kill_group, last_line, resident_bytes
 from .task import Order
 
 _LOGGER = logging.getLogger("graphwright")
