@@ -9,13 +9,14 @@ import time
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.programs import remembered
+from graphwright.programs import acceleration, remembered
 from graphwright.programs.accelerated import PartLearner
 
 OPTIONS: dict[str, Any] = {
@@ -229,3 +230,44 @@ def test_the_key_is_the_same_in_every_process(cache: Path) -> None:
     }
     assert len(found) == 1
     assert len(found.pop().strip()) == 64
+
+
+NAMED = "SentenceTransformer"
+
+
+class SentenceTransformer(nn.Module):
+    """Takes longer for large batches, as padding may."""
+
+    __module__ = "sentence_transformers.models"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layer(x)
+        return made
+
+    def encode(self, texts: list[str], batch_size: int = 32) -> torch.Tensor:
+        time.sleep(2e-4 * batch_size)
+        return self(torch.tensor([[float(len(text))] * 4 for text in texts]))
+
+
+def test_a_batch_size_is_saved_loaded_and_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    model = SentenceTransformer().eval()
+    with torch.no_grad():
+        found = gw.accelerate(model, [["a", "bcd"]], modules=[f"{NAMED}.encode"], **OPTIONS)
+        assert {part.chosen for part in found.parts if part.kept} == {"batch_size=4"}
+        assert gw.save(found, tmp_path / "program.gw") == "batch_size=4"
+        found.undo()
+        loaded = gw.load(tmp_path / "program.gw", model)
+        assert {part.chosen for part in loaded.parts if part.kept} == {"batch_size=4"}
+        loaded.undo()
+        with mock.patch.object(acceleration, "_Asked", side_effect=AssertionError("anew")):
+            again = gw.accelerate(model, [["a", "bcd"]], modules=[f"{NAMED}.encode"], **OPTIONS)
+        assert "batch_size=4" in str(again.parts[0])
+        again.undo()

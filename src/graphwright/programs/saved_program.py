@@ -41,6 +41,8 @@ from .program_modules import modules_inside
 from .sentence_batches import BatchSize
 
 PROGRAM_FILE, _SCHEMA, _VERSION = "program.json", "graphwright.program", 1
+# Of parts for which nothing was tuned: batch sizes, and generate().
+_NO_SWITCHES: dict[str, Any] = {"dict": {}}
 _AGAIN = "Accelerate the program again, and save it."
 # Options of tune() under which what was loaded learns.
 _LEARNS = {"budget_s": BUDGET_S}
@@ -237,7 +239,7 @@ def load_program(
                 _refuse_other_weights(module, part.target.path, known["weights"])
                 found.parts.append(part)
                 file = _extracted(path, archive, row["file"], folder)
-                switches = unpacked(row.get("switches", {}), {})
+                switches = unpacked(row.get("switches", _NO_SWITCHES), {})
                 with applied(switches):
                     answer = _answer(part, module, file, trust, options, switches)
                 installed.put_in(part, module, answer)
