@@ -160,6 +160,18 @@ def test_what_is_no_mask_is_lowered(given: torch.Tensor) -> None:
     assert torch.equal(lowered, given - 1)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_single_ids_stays_as_it_is(rows: int) -> None:
+    """Of a text of one word; without it nothing is left to attend to."""
+    ids, mask = torch.full((rows, 1), 7), torch.ones(rows, 1).long()
+    found = varied(ids, mask)
+    assert found
+    assert all(torch.equal(each, mask) for _, each in found.values())
+    *_, (_, lowered) = varied(torch.ones(rows, 1).long(), mask).values()
+    assert not lowered.any(), "what it may mask is not known"
+    assert made(lambda ids, mask: ids * mask, ids, mask).notes == []
+
+
 def test_ones_that_nothing_is_as_long_as_are_no_mask() -> None:
     *_, (lowered, _) = varied(torch.ones(3).long(), torch.randn(4, 8)).values()
     assert torch.equal(lowered, torch.zeros(3).long())

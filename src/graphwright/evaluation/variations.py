@@ -82,7 +82,8 @@ def notes_on_masks(call: Call) -> list[str]:
         if not isinstance(leaf, torch.Tensor) or not _is_integer(leaf):
             continue
         mask = masks.find(leaf)
-        if mask is not None and bool((mask.rows == mask.rows[0, 0]).all()):
+        ragged = mask is not None and mask.rows.shape[1] > 1
+        if mask is not None and ragged and bool((mask.rows == mask.rows[0, 0]).all()):
             words = ("False", "True") if leaf.dtype is torch.bool else ("zeros", "ones")
             value, other = words if not mask.rows[0, 0] else words[::-1]
             whose, none = ("whose rows", "no row") if leaf.dim() > 1 else ("which", "none")
@@ -142,6 +143,8 @@ class _Mask:
     def drawn(self, generator: torch.Generator) -> torch.Tensor:
         """Ragged rows for ragged or equal ones, else random ones."""
         count, length = self.rows.shape
+        if length == 1:  # Each row keeps what it has.
+            return self._as_tensor(self.rows)
         if self.edge is not None:
             value, mirrored = self.edge
             lengths = torch.randint(1, length, (count,), generator=generator, device="cpu")
@@ -176,23 +179,33 @@ class _Mask:
 
 @dataclass(frozen=True)
 class _Masks:
-    """Finds the masks of a call; `lengths` are sizes that more than one of its tensors have."""
+    """Finds the masks of a call.
+
+    Attributes:
+        lengths: sizes that more than one of its tensors have.
+        ids: shapes of its integers that are no zeros and ones.
+    """
 
     lengths: frozenset[int]
+    ids: frozenset[torch.Size]
 
     @classmethod
     def of(cls, call: Call) -> _Masks:
         sizes = Counter(size for tensor in call.tensors() for size in {*tensor.shape})
-        return cls(frozenset(size for size, count in sizes.items() if count > 1))
+        ids = (t.shape for t in call.tensors() if _is_integer(t) and not _is_binary(t))
+        return cls(frozenset(size for size, count in sizes.items() if count > 1), frozenset(ids))
 
     def find(self, tensor: torch.Tensor) -> _Mask | None:
         """None if it is no mask: zeros alone may be ids.
 
         The first dimension is the batch. Where it is the only one, it is a row if there is
-        something that it may mask; floats are data then.
+        something that it may mask; floats are data then. Rows of a single element mask ids of the
+        same shape, if there are some.
         """
         is_row = tensor.dim() == 1 and len(tensor) in self.lengths and _is_integer(tensor)
         long = [axis for axis in range(not is_row, tensor.dim()) if tensor.shape[axis] > 1]
+        if not long and tensor.dim() > 1 and tensor.shape in self.ids:
+            long = [tensor.dim() - 1]
         if not long or not tensor.numel() or not _is_binary(tensor):
             return None
         rows = tensor.detach().movedim(long[-1], -1).reshape(-1, tensor.shape[long[-1]])
