@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from graphwright.calls import switches
 from graphwright.calls.host_generators import HostGenerators
 from graphwright.calls.iterators import Iterators
-from graphwright.processes.child import CANDIDATE
+from graphwright.processes.environment_variables import CANDIDATE
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning.workers.pool import TrialLimits, WorkerPool
 

@@ -22,7 +22,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.artifacts import evidence
 from graphwright.evaluation.reference import Sample
-from graphwright.processes.child import CANDIDATE
+from graphwright.processes.environment_variables import CANDIDATE
 from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status

@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch.autograd import profiler
 
-# What Nsight Systems sets in processes that it profiles, and the user's own switch.
-_SESSION, _SWITCH = "NSYS_PROFILING_SESSION_ID", "GRAPHWRIGHT_NVTX"
-_NVTX = _SESSION in os.environ or os.environ.get(_SWITCH) == "1"
+from ..processes.environment_variables import NVTX, is_on
+
+# What Nsight Systems sets in processes that it profiles.
+_SESSION = "NSYS_PROFILING_SESSION_ID"
+_NVTX = _SESSION in os.environ or is_on(NVTX, by_default=False)
 # From which level on torch.profiler's library prints to stderr; of 6 there is nothing.
 _KINETO, _NOTHING = "KINETO_LOG_LEVEL", "6"
 

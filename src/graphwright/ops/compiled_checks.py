@@ -24,6 +24,7 @@ from ..calls.dictionaries import ORDER
 from ..calls.threads import own_thread
 from ..errors import GraphwrightError, first_line, in_a_row
 from ..processes.child import Child
+from ..processes.environment_variables import COMPILED_CHECKS, is_on
 from .custom.building import Flags, existing, library
 from .custom.sources import Unit
 
@@ -81,7 +82,7 @@ def begin() -> Callable[[], str | None]:
 
 def why_never() -> str | None:
     """Why they are not used in this interpreter at all; None if they may be."""
-    if os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
+    if not is_on(COMPILED_CHECKS, by_default=True):
         return "turned off by GRAPHWRIGHT_COMPILED_CHECKS=0"
     # It is one thread's at a time, which the interpreter's lock sees to.
     if not getattr(sys, "_is_gil_enabled", lambda: True)():

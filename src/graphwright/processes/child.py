@@ -22,8 +22,6 @@ from typing import IO, Any
 
 from .process import kill_group, last_line
 
-# This environment variable marks the processes that candidates run in.
-CANDIDATE = "GRAPHWRIGHT_CANDIDATE"
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 # Seconds between two looks whether it has ended: at first, and later.
 _LOOK_S, _LONGEST_LOOK_S = 1e-3, 0.05

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..graphs.capture import capturing
+from ..processes.environment_variables import cache_folder
 from ..report.environment import environment
 from .observation import Stopwatch
 from .timing import CROWDED, OtherWork, back_to_back, least
@@ -154,11 +155,7 @@ def raised(roofs: Roofs, reached: Mapping[str, float]) -> Roofs:
 
 def folder() -> Path:
     """The folder of remembered roofs."""
-    if chosen := os.environ.get("GRAPHWRIGHT_CACHE_DIR"):
-        return Path(chosen).expanduser() / "roofs"
-    import platformdirs  # Needed only when something is measured.
-
-    return platformdirs.user_cache_path("graphwright") / "roofs"
+    return cache_folder("roofs")
 
 
 def cores() -> int:

@@ -21,8 +21,8 @@ from torch import nn
 from ..calls.fingerprint import key_of as key_of_module
 from ..calls.objects import flatten_result
 from ..calls.serialization import digest_of
+from ..processes.environment_variables import cache_folder
 from ..report.environment import environment
-from ..tuning import choice_cache
 from .accelerated import Accelerated, InstalledParts, PartLearner
 from .saved_program import load_program, save_program, weights_digest
 from .whole import WholeProgram
@@ -33,7 +33,7 @@ _MOST_BYTES, _MOST_FILES = 1 << 30, 4
 
 def folder() -> Path:
     """The folder of what is remembered, beside that of tune's choices."""
-    return choice_cache.folder().parent / "programs"
+    return cache_folder("programs")
 
 
 def key_of(

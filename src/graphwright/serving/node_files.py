@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock
 
 from ..errors import ArtifactError
+from ..processes.environment_variables import cache_folder
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,5 @@ def _node() -> str:
 
 
 def _cache() -> Path:
-    """Where copies lie: under $GRAPHWRIGHT_CACHE_DIR, else the user's cache directory."""
-    if chosen := os.environ.get("GRAPHWRIGHT_CACHE_DIR"):
-        return Path(chosen).expanduser() / "artifacts"
-    import platformdirs
-
-    return platformdirs.user_cache_path("graphwright") / "artifacts"
+    """Where copies lie."""
+    return cache_folder("artifacts")

@@ -50,7 +50,8 @@ from ..errors import GraphwrightError, first_line, in_words
 from ..evaluation.measurement import median_interval
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
-from ..processes.child import CANDIDATE, GARBLED, Child, ending, message_of
+from ..processes.child import GARBLED, Child, ending, message_of
+from ..processes.environment_variables import CANDIDATE
 from ..report.report import Report
 from ..report.result import EAGER, Row, Status
 from ..strategies import aot_inductor, rewrites, torchscript

@@ -27,7 +27,7 @@ import torch
 from ..artifacts.saving import save_choice
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, first_line, in_words
-from ..processes.child import CANDIDATE
+from ..processes.environment_variables import CANDIDATE
 from ..processes.process import adopt_orphans, end_with_parent, kill_children
 from ..report.result import EAGER, Row, Status
 from .background import SearchOrder

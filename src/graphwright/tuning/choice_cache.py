@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..calls.fingerprint import Fingerprint, digest_of
 from ..errors import GraphwrightError, first_line, levels_above
+from ..processes.environment_variables import cache_folder
 from ..report.report import Report
 
 SCHEMA = "graphwright.choice"
@@ -31,12 +32,8 @@ _OURS = re.compile(r"[0-9a-f]{64}\.(json|[^.]+\.tmp)")
 
 
 def folder() -> Path:
-    """The folder of the entries: in $GRAPHWRIGHT_CACHE_DIR, else in the user's cache directory."""
-    if chosen := os.environ.get("GRAPHWRIGHT_CACHE_DIR"):
-        return Path(chosen).expanduser() / "choices"
-    import platformdirs  # Needed only when something is tuned.
-
-    return platformdirs.user_cache_path("graphwright") / "choices"
+    """The folder of the entries."""
+    return cache_folder("choices")
 
 
 def recall(key: Fingerprint) -> Report | None:

@@ -26,7 +26,8 @@ from ..artifacts.saving import save_choice
 from ..artifacts.substitute import unsavable
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, in_words
-from ..processes.child import CANDIDATE, GARBLED, KILLED, Child, ending
+from ..processes.child import GARBLED, KILLED, Child, ending
+from ..processes.environment_variables import CANDIDATE
 from ..report.result import EAGER, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate

@@ -39,7 +39,7 @@ from ..calls.weights import refuse_weights
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
 from ..graphs.taken_apart import ApartCall, TakenApart, holds_objects, kind_of
-from ..processes.child import CANDIDATE
+from ..processes.environment_variables import CANDIDATE
 from ..report.result import Shape
 from ..shapes.dimensions import portable
 from ..strategies.base import Candidate, Compiler

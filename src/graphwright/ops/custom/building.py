@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from ...errors import ExtensionError
+from ...processes.environment_variables import cache_folder
 from ...report.progress import SHORT_S, progress_shown
 from .diagnosis import diagnosed
 from .sources import Unit
@@ -58,11 +59,7 @@ class Flags:
 
 def folder() -> Path:
     """Where libraries lie: under $GRAPHWRIGHT_CACHE_DIR, else the user's cache directory."""
-    if chosen := os.environ.get("GRAPHWRIGHT_CACHE_DIR"):
-        return Path(chosen).expanduser() / "extensions"
-    import platformdirs  # Only once something is built.
-
-    return platformdirs.user_cache_path("graphwright") / "extensions"
+    return cache_folder("extensions")
 
 
 def library(

@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from ...processes.child import CANDIDATE, GARBLED, Child, ending, message_of
+from ...processes.child import GARBLED, Child, ending, message_of
+from ...processes.environment_variables import CANDIDATE
 from .task import IsolationError
 
 # Seconds that a new process has to give its first answer.
