@@ -744,6 +744,9 @@ class Tuning:
             "grad": torch.is_grad_enabled(),
             "trees": [str(each.template.spec) for each in self.asked.apart],
         }
+        # Finalists are timed with the checks that their calls will have: they may decide.
+        answering = {"audit": self.asked.answering.audit, "checks": self.asked.answering.checks}
+        options |= {n: value for n, value in answering.items() if value not in (None, "full")}
         calls = [(call.args, call.kwargs) for _, call in self.asked.calls]
         return key_of(self.asked.module, calls, self.asked.device, self.report.environment, options)
 
