@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import types
 from typing import Any
 from unittest import mock
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphwright.calls.dependencies import Dependencies
+from graphwright.calls.dependencies import Dependencies, _Exchange
 from graphwright.calls.watch import ModuleWatch
 
 PLACES, OBJECTS = 5, [object(), [1], torch.zeros(2)]
@@ -34,12 +36,32 @@ class Holder(nn.Module):
         return x, self.a0, self.a1, self.a2, self.a3, self.a4
 
 
-def put(module: nn.Module, pattern: list[int], lists: list[list[Any]], nested: Any) -> None:
+# What holds a list, and is no place that somebody can write to.
+Holders: dict[str, Any] = {
+    "itself": lambda it: it,
+    "tuple": lambda it: (1, it),
+    "nested tuple": lambda it: ((it, 2), 3),
+    "partial": lambda it: functools.partial(print, it),
+    "default": lambda it: lambda given=it: given,
+    "method": lambda it: types.MethodType(len, it),
+    "method in C": lambda it: it.append,
+    "error": lambda it: ValueError(it),
+}
+
+
+def put(
+    module: nn.Module,
+    pattern: list[int],
+    lists: list[list[Any]],
+    nested: Any,
+    held_by: str = "itself",
+) -> None:
     for outer, inner in itertools.pairwise(nested):
         lists[outer].append(lists[inner])
     for number, chosen in enumerate(pattern):
         setattr(module, f"a{number}", lists[chosen])
     module.a4 = {"list": module.a4}
+    module.a3 = Holders[held_by](module.a3)
 
 
 def by_walking(watch: ModuleWatch) -> str | None:
@@ -52,12 +74,16 @@ def by_walking(watch: ModuleWatch) -> str | None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(Contents, Patterns, Nested, st.data())
+@given(Contents, Patterns, Nested, st.sampled_from(list(Holders)), st.data())
 def test_what_is_seen_without_a_walk_is_what_a_walk_sees(
-    contents: list[list[Any]], pattern: list[int], nested: Any, data: st.DataObject
+    contents: list[list[Any]],
+    pattern: list[int],
+    nested: Any,
+    held_by: str,
+    data: st.DataObject,
 ) -> None:
     module = Holder()
-    put(module, pattern, [[*each] for each in contents], nested)
+    put(module, pattern, [[*each] for each in contents], nested, held_by)
     watches = [ModuleWatch(module, values=False) for _ in range(2)]
     for _ in range(2):
         places = st.none() | st.integers(0, PLACES - 1)
@@ -65,7 +91,10 @@ def test_what_is_seen_without_a_walk_is_what_a_walk_sees(
         others = data.draw(Patterns | st.just(pattern))
         changed = data.draw(st.just(contents) | Contents)
         before = dict(vars(module))
-        put(module, others, [[*each] for each in changed], data.draw(st.just(nested) | Nested))
+        inner = data.draw(st.just(nested) | Nested)
+        put(module, others, [[*each] for each in changed], inner, held_by)
+        if held_by != "itself" and data.draw(st.booleans()):
+            module.a3 = before["a3"]
         for number, origin in enumerate(moves):
             if origin is not None:
                 setattr(module, f"a{number}", before[f"a{origin}"])
@@ -80,6 +109,33 @@ def test_what_is_seen_without_a_walk_is_what_a_walk_sees(
         module.a1.pop()
         assert watches[0].changed() is None
         assert by_walking(watches[1]) is None
+
+
+@pytest.mark.parametrize("held_by", [name for name in Holders if name != "itself"])
+def test_a_list_that_something_else_holds_too_is_watched_on(held_by: str) -> None:
+    module, others = Holder(), ["a"]
+    put(module, [0, 1, 1, 0, 1], [others, ["b"], []], (), held_by)
+    watch, walked = (ModuleWatch(module, values=False) for _ in range(2))
+    module.a0 = ["a"]
+    assert (watch.changed() is None) == (by_walking(walked) is None)
+    others[0] = "c"
+    assert (watch.changed() is None) == (by_walking(walked) is None)
+
+
+def test_what_another_thread_writes_meanwhile_is_seen() -> None:
+    module = Holder()
+    put(module, [0, 1, 1, 1, 1], [["a"], ["b"], []], ())
+    watch, complete = ModuleWatch(module, values=False), _Exchange.is_complete
+
+    def written(*args: Any) -> bool:
+        found = complete(*args)
+        module.a0[0] = "other"
+        return found
+
+    module.a0 = ["a"]
+    with mock.patch.object(_Exchange, "is_complete", written):
+        watch.changed()
+    assert watch.changed() is not None
 
 
 def test_a_list_of_another_place_is_a_change() -> None:

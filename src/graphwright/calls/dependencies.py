@@ -188,6 +188,7 @@ class Dependencies:
         self.root = stood_for(root)
         self.places: list[StatePlace] = []
         self.visits: dict[Any, int] = {}
+        self._meetings: Counter[int] = Counter()  # How often each list was met.
         self.tensors: list[tuple[Name, torch.Tensor]] = []
         self.empty: list[Any] = []
         self.typed: list[Any] = []
@@ -210,6 +211,8 @@ class Dependencies:
 
     def visit(self, value: Any) -> bool:
         """Whether something is visited for the first time; notes the visit."""
+        if type(value) is list:
+            self._meetings[id(value)] += 1
         if id(value) in self.visits:
             return False
         self.visits[id(value)] = len(self.visits)
@@ -240,7 +243,7 @@ class Dependencies:
         exchange = _Exchange(self._lists(), self.visits)
         if not all(exchange.match(new, old) for _, new, old in pairs):
             return False
-        if not exchange.is_complete(self.places):
+        if not exchange.is_complete(self._meetings):
             return False
         exchanged = exchange.lists
         for place in self.places:
@@ -249,10 +252,11 @@ class Dependencies:
                     place.held[key] = found[0]
             if (found := exchanged.get(id(place.owner))) is not None:
                 place.owner = found[0]
-                place.held = dict(enumerate(found[0]))
+                place.held = dict(enumerate(found[2]))
         for position, value in enumerate(self._alive):
             if (found := exchanged.get(id(value))) is not None:
                 self.visits[id(found[0])] = self.visits.pop(id(value))
+                self._meetings[id(found[0])] = self._meetings.pop(id(value))
                 self._alive[position] = found[0]
         return True
 
@@ -286,7 +290,8 @@ class _Exchange:
     """Pairs lists with those that took their place and hold the very same things.
 
     Attributes:
-        lists: the new list and the old one, by the identity of the old one.
+        lists: the new list, the old one, and what the new one held when it was compared, by the
+            identity of the old one.
 
     Args:
         places: of lists, by the lists' identity.
@@ -294,7 +299,7 @@ class _Exchange:
     """
 
     def __init__(self, places: Mapping[int, SequencePlace], visits: Mapping[int, int]) -> None:
-        self.lists: dict[int, tuple[list[Any], list[Any]]] = {}
+        self.lists: dict[int, tuple[list[Any], list[Any], tuple[Any, ...]]] = {}
         self._places, self._visits = places, visits
         self._matches: dict[int, int] = {}
 
@@ -307,20 +312,25 @@ class _Exchange:
         known = self.lists.get(id(old))
         if known is not None:
             return known[0] is new
-        if id(new) in self._visits or len(new) != len(place.held):
+        items = tuple(new)  # Another thread may write to it.
+        if id(new) in self._visits or len(items) != len(place.held):
             return False
-        self.lists[id(old)] = new, old
+        self.lists[id(old)] = new, old, items
         return all(
             a is b or _is_same_scalar(a, b) or self.match(a, b)
-            for a, b in zip(new, place.held.values(), strict=True)
+            for a, b in zip(items, place.held.values(), strict=True)
         )
 
-    def is_complete(self, places: Sequence[StatePlace]) -> bool:
-        """Whether each old list has a new one of its own, in all places that held the old one."""
-        if len({id(new) for new, _ in self.lists.values()}) < len(self.lists):
+    def is_complete(self, meetings: Mapping[int, int]) -> bool:
+        """Whether each old list has a new one of its own, in all places that held the old one.
+
+        Args:
+            meetings: how often each list was met: tuples and others that nobody can write to hold
+                some, and are no places.
+        """
+        if len({id(new) for new, _, _ in self.lists.values()}) < len(self.lists):
             return False  # One list in several places, where there were several.
-        held = Counter(id(value) for place in places for value in place.held.values())
-        return all(held[old] == self._matches[old] for old in self.lists)
+        return all(meetings[old] == self._matches[old] for old in self.lists)
 
 
 def _is_same_scalar(a: Any, b: Any) -> bool:
