@@ -312,3 +312,19 @@ def test_first_use_of_attention_changes_no_switch(monkeypatch: pytest.MonkeyPatc
             assert torch.equal(graphed(q), attention(q))
     finally:
         torch._C._set_sdp_priority_order(before)
+
+
+def test_applied_puts_back_what_it_has_set_alone() -> None:
+    before = switches.read()
+    with switches.applied({"autocast on the CPU": torch.bfloat16}):
+        assert torch.is_autocast_enabled("cpu")
+        torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled(), "somebody else has set it"
+        assert not torch.is_autocast_enabled("cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wrong = {"autocast on the CPU": "nothing"}
+    with pytest.raises(TypeError, match="dtype"), switches.applied(wrong):
+        pass
+    assert switches.differences(before, switches.read()) == []

@@ -230,6 +230,27 @@ def test_what_was_made_of_a_module_around_it_goes_on(maker: str, device: torch.d
         assert not gone_on(made)
 
 
+@pytest.mark.parametrize("method", ["forward", "decode"])
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.filterwarnings("ignore::graphwright.FallbackWarning", "ignore::DeprecationWarning")
+def test_a_patch_of_an_installed_class_is_a_change(
+    maker: str, method: str, device: torch.device
+) -> None:
+    outer = nn.Sequential(Slow(), nn.ReLU()).eval().to(device)
+    x = X.to(device)
+    answer = {method: getattr(twin_of(outer[0]), method)}
+    with torch.no_grad():
+        install(outer[0], answer)
+        made = MAKERS[maker](outer, x)
+        for _ in range(5):
+            made(x)
+        type(outer[0]).forward = lambda self, x: x * 0 + 7
+        assert bool((made(x) == 7).all())
+        uninstall(outer[0], answer)
+        assert type(outer[0]) is Slow
+        torch.testing.assert_close(made(x), outer(x))
+
+
 def test_a_choice_is_the_same_whatever_is_installed(model: Model) -> None:
     def key() -> str:
         return key_of(nn.Sequential(model), [((X,), {})], "cpu", {}, {}).digest

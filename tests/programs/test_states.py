@@ -14,6 +14,8 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.programs import accelerated, acceleration, part_answer
+from graphwright.programs.part_answer import TunedAnswer
+from graphwright.programs.whole import WholeProgram
 
 OPTIONS: dict[str, Any] = {
     "strategies": ["torchscript"],
@@ -145,3 +147,63 @@ def test_states_that_never_come_back_are_not_tuned_for_ever(
     for call in calls:
         torch.testing.assert_close(run(net, call), Scaled.forward(net, call))
     found.undo()
+
+
+def test_what_was_rejected_answers_nothing(program: AdaptedProgram) -> None:
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    found = gw.accelerate(program, [(x,)], buckets=None, **OPTIONS)
+    (part,), more = found.parts, torch.rand(3, 8, device=x.device)
+    before = part.answer
+    program(more)
+    assert part.missed == 1
+    with mock.patch.object(WholeProgram, "why_wrong", return_value="it differs"):
+        assert found.learn() == 0
+    assert part.answer is before
+    program(torch.rand(4, 8, device=x.device))
+    assert part.missed == 2, "the one that answers is told of what it misses"
+    program(x, "b")
+    program(x, "a")
+    assert part.calls["eager: the module changed"] == 1
+
+
+def test_learning_leaves_the_program_in_its_state(program: AdaptedProgram) -> None:
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    found = gw.accelerate(program, [(x, "a"), (x, "b")], buckets=None, **OPTIONS)
+    expected = program(x, "c")
+    assert found.learn() == 1
+    assert program.net.active == "c"
+    torch.testing.assert_close(program(x), expected)
+    assert not found.parts[0].missed
+
+
+def test_states_that_cannot_come_back_are_given_up(program: AdaptedProgram) -> None:
+    """A frozen script holds a copy of weights that were written to since."""
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    options = OPTIONS | {"strategies": ["torchscript:freeze"]}
+    found = gw.accelerate(program, [(x,)], buckets=None, **options)
+    (part,) = found.parts
+    assert isinstance(part.answer, TunedAnswer)
+    for _ in range(3):
+        program.net.base.weight.mul_(1.5)
+        torch.testing.assert_close(program(x), of_eager(program, x))
+        assert found.learn() == 1
+        torch.testing.assert_close(program(x), of_eager(program, x))
+        assert len(part.answer._states) == 1
+
+
+def test_in_a_state_without_anything_states_are_compared_now_and_then(
+    program: AdaptedProgram,
+) -> None:
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    found = gw.accelerate(program, [(x, "a"), (x, "b")], buckets=None, **OPTIONS)
+    program(x, "c")
+    looked = mock.Mock(wraps=part_answer._is_as_tuned)
+    with mock.patch.object(part_answer, "_is_as_tuned", looked):
+        for _ in range(64):
+            program(x)
+        assert looked.call_count <= 2 * (6 + 64 // 16)
+    for adapter in "ab":
+        before = found.parts[0].calls["tuned"]
+        for _ in range(20):
+            program(x, adapter)
+        assert found.parts[0].calls["tuned"] >= before + 4

@@ -73,10 +73,14 @@ LEVELS = (X * 200).round()
 @pytest.mark.parametrize("made", [Image, lambda pixels: [Image(pixels)], lambda pixels: pixels])
 def test_a_level_of_a_few_pixels_is_rounding(made: Callable[[Any], Any]) -> None:
     def wrong(off: torch.Tensor) -> str | None:
-        return Moving(lambda x: made((LEVELS + x - X).round().numpy().astype(np.uint8))).wrong(off)
+        def pixels(x: torch.Tensor) -> Any:
+            levels = (LEVELS + x - X).round().numpy().astype(np.uint8)
+            return made(np.stack([levels, LEVELS.numpy().astype(np.uint8), levels], -1))
+
+        return Moving(pixels).wrong(off)
 
     off = torch.zeros(64, 64)
-    off[0, :30] = 1
+    off[0, :50] = 1
     assert wrong(off) is None
     off[1:3] = 1
     assert wrong(off) is not None, "many pixels are off"
@@ -91,6 +95,32 @@ def test_labels_and_tokens_have_to_be_equal() -> None:
         assert Moving(made).wrong(off) is None
         off[2, 2] = 5
         assert Moving(made).wrong(off) is not None
+
+
+EQUAL: list[tuple[Any, Any]] = [
+    ([[0.9, 3000, 5]], [[0.9, 3000, 6]]),
+    ([0.9, 50000], [0.9, 50001]),
+    ([1e4, True], [1e4, False]),
+    ([0.9, True], [0.9, 1]),
+    (1e39, 1e300),
+    ([0.9, 5.0], torch.tensor([0.9, 5.0])),
+    ([0.9, 5.0], (0.9, 5.0)),
+    (torch.arange(100).to(torch.uint8), torch.arange(100).to(torch.uint8).roll(1)),
+    (np.eye(64, dtype=np.uint8), np.eye(64, dtype=np.uint8) + np.eye(64, k=1, dtype=np.uint8)),
+    (np.ones((8, 8, 3), np.uint8), np.zeros((8, 8, 3), np.uint8)),
+    (float("nan"), 0.0),
+    ({"score": 0.5, "label": "one"}, {"score": 0.5, "label": "two"}),
+]
+
+
+@pytest.mark.parametrize(("expected", "found"), EQUAL)
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_no_rounding_is_wrong(expected: Any, found: Any, precision: torch.dtype) -> None:
+    results = [expected, expected, expected, found]
+    arguments = ([0], [], lambda program, call: program.pop(0), CPU, precision)
+    whole = WholeProgram(results, *arguments)
+    assert whole.difference() is None
+    assert whole.difference() is not None
 
 
 def test_generators_among_the_arguments_draw_the_same_in_each_run() -> None:
@@ -108,8 +138,10 @@ def test_generators_among_the_arguments_draw_the_same_in_each_run() -> None:
 
 
 def test_pipelines_show_no_bars_while_they_are_run() -> None:
-    class Pipeline:
+    class DiffusionPipeline:
         """As diffusers has them."""
+
+        __module__ = "diffusers.pipelines"
 
         def set_progress_bar_config(self, **given: Any) -> None:
             self._progress_bar_config = given
@@ -117,7 +149,7 @@ def test_pipelines_show_no_bars_while_they_are_run() -> None:
         def __call__(self) -> Any:
             return dict(self._progress_bar_config)
 
-    pipeline = Pipeline()
+    pipeline = DiffusionPipeline()
     pipeline.set_progress_bar_config(leave=False)
     assert run_of(pipeline, None)(pipeline, ()) == {"leave": False, "disable": True}
     assert pipeline() == {"leave": False}

@@ -22,8 +22,9 @@ _LOOKED_UP = frozenset(
 
 # What torch.compile sets on what it returns, and nothing that it is given may have.
 _OF_COMPILERS = frozenset(("aot_compile", "get_compiler_config"))
-# On a class that a module was given so that something else answers its calls: the one it had.
-ORIGINAL_CLASS = "_graphwright_original"
+# On a class that a module was given so that something else answers its calls: the one it had, and
+# what there was in the new one at first.
+ORIGINAL_CLASS, DEFINED = "_graphwright_original", "__graphwright_defined__"
 
 
 class _Signature:
@@ -121,9 +122,19 @@ def stood_for(value: Any) -> Any:
 
 
 def without_answers(cls: type) -> type:
-    """A class, or the one that a module had before something else answered its calls."""
-    found: type = vars(cls).get(ORIGINAL_CLASS, cls)
-    return found
+    """A class, or the one that a module had before something else answered its calls.
+
+    A class that somebody has written to since is one of its own.
+    """
+    members = vars(cls)
+    if ORIGINAL_CLASS not in members:
+        return cls
+    defined = members[DEFINED]
+    same = all(members.get(name) is value for name, value in defined.items())
+    # Python itself adds special ones, such as annotations, when they are looked up.
+    added = any(name not in defined and not name.startswith("__") for name in members)
+    original: type = members[ORIGINAL_CLASS]
+    return original if same and not added else cls
 
 
 class _OfFunction:

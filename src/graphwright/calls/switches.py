@@ -684,13 +684,24 @@ def apply(values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def applied(values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block, switches have these values, by name; others stay as they are."""
-    before = read()
-    apply({**before, **values})
+    """Inside the block, switches have these values, by name; nothing is done to others.
+
+    What somebody else sets meanwhile stays.
+
+    Raises:
+        RuntimeError: one cannot be set here; the text names it.
+    """
+    before = {switch.name: switch.get() for switch in CARRIED if switch.name in values}
+    try:
+        apply(values)
+    except BaseException:
+        apply(before)
+        raise
     try:
         yield
     finally:
-        apply(before)
+        now = {switch.name: switch.get() for switch in CARRIED if switch.name in before}
+        apply({name: old for name, old in before.items() if now[name] == values[name]})
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from .dependencies import PLAIN, Dependencies, compare_walks
 from .dictionaries import all_at_once, read, reader
 from .differences import difference
 from .forking import lock
-from .introspection import without_answers
+from .introspection import ORIGINAL_CLASS, without_answers
 from .leaves import guard_of, without_memory
 from .places import FastWay, Name, StatePlace
 from .snapshots import checksums
@@ -184,6 +184,7 @@ class _Compared:
         readers: what gives the versions of these attributes and dictionaries.
         versions: what they gave.
         types: the classes of modules and objects whose class is watched.
+        own_types: the same without those that were given here, so that something else answers.
         classes: attributes of classes of which only `forward` is watched.
         forwards: these methods.
         lists: lists, deques, tuples and sets.
@@ -205,7 +206,17 @@ class _Compared:
 
     __slots__ = (
         *("found", "tensors", "ordered", "owners", "attributes", "dictionaries", "readers"),
-        *("versions", "types", "classes", "forwards", "lists", "items", "long", "lengths"),
+        *(
+            "versions",
+            "types",
+            "own_types",
+            "classes",
+            "forwards",
+            "lists",
+            "items",
+            "long",
+            "lengths",
+        ),
         *("getters", "files", "unchanged"),
     )
 
@@ -233,6 +244,7 @@ class _Compared:
             versions = _versions_of(versioned, self.readers)
         self.versions = versions
         self.types = list(map(type, found.typed)) if types is None else types
+        self.own_types = list(map(without_answers, self.types))
         self.classes = list(map(vars, _owners(forwards)))
         self.forwards = list(_row(s.held.values() for s in forwards))
         self.lists = _owners(lists)
@@ -241,6 +253,9 @@ class _Compared:
         self.lengths = [len(s.held) for s in lists] + list(_row(s.held.values() for s in long))
         files = ways[FastWay.FILE]
         self.getters = list(_row(s.getters() for s in (*ways[FastWay.VALUES], *files)))
+        # Somebody may write to a class that a module was given here, as to any other.
+        given = dict.fromkeys(cls for cls in self.types if ORIGINAL_CLASS in vars(cls))
+        self.getters[:0] = [(_forward_of, cls, _forward_of(cls)) for cls in given]
         self.files = list(map(vars, _owners(files)))
         self.unchanged = self._in_python()
 
@@ -299,6 +314,10 @@ class _Compared:
             return same_tensors()
 
         return unchanged
+
+
+def _forward_of(cls: Any) -> tuple[Any, ...]:
+    return (cls.forward,)
 
 
 def _with_places(found: Dependencies) -> Iterator[tuple[Name, torch.Tensor]]:
@@ -563,8 +582,8 @@ class ModuleWatch:
         found, known = compared.found, compared.versions
         if any(found.empty):
             return "a parameter, buffer, submodule or forward hook was added", []
-        for before, cls in zip(compared.types, types_now, strict=True):
-            if without_answers(cls) is not without_answers(before):
+        for before, cls in zip(compared.own_types, types_now, strict=True):
+            if without_answers(cls) is not before:
                 return f"a {before.__name__} became a {cls.__name__}", []
         unsure: list[Any] = []
         for index, place in enumerate(compared.ordered):

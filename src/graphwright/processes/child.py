@@ -77,6 +77,7 @@ class Child:
             self._log.close()
             raise
         self._status: int | None = None
+        self._is_reaped = False
 
     @property
     def pid(self) -> int:
@@ -115,12 +116,23 @@ class Child:
         if self._status is not None:
             return self._status
         deadline, pause = time.monotonic() + timeout_s, _LOOK_S
-        while (found := os.waitid(os.P_PID, self.pid, _WITHOUT_REAPING)) is None:
+        while (found := self._ended()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None
             time.sleep(min(pause, left))
             pause = min(2 * pause, _LONGEST_LOOK_S)
+        return found
+
+    def _ended(self) -> int | None:
+        """As `status_within`, at once; 0 where nobody can know, as SIGCHLD is ignored here."""
+        try:
+            found = os.waitid(os.P_PID, self.pid, _WITHOUT_REAPING)
+        except ChildProcessError:
+            self._is_reaped = True
+            return 0
+        if found is None:
+            return None
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def end(self, grace_s: float = 0.0) -> int:
@@ -134,7 +146,8 @@ class Child:
         """
         if self._status is None:
             self.status_within(grace_s)
-            kill_group(self.pid)  # What it has started may live on; its number is its own as yet.
+            if not self._is_reaped:  # What it has started may live on; its number is its own.
+                kill_group(self.pid)
             self._status = self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:

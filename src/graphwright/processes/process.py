@@ -26,11 +26,12 @@ def kill_group(pid: int) -> None:
 
 
 def last_line(log: IO[bytes]) -> str:
-    """The last line that a process printed, at most 300 characters of it."""
+    """The last line that a process printed, at most 300 characters of it that can be shown."""
     end = log.seek(0, os.SEEK_END)
     log.seek(max(0, end - 4096))
     lines = log.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
+    shown = ("".join(filter(str.isprintable, line)).strip() for line in reversed(lines))
+    return next(filter(None, shown), "")[:300]
 
 
 def resident_bytes(pid: int) -> int:

@@ -107,6 +107,8 @@ class InstalledParts:
         """Have a part's calls answered."""
         answers: dict[str, Answer] = {part.target.method: answer}
         self.answers.append((module, answers))  # So that an interruption takes it out.
+        if isinstance(answer, TunedAnswer):
+            answer.attach()
         install(module, answers)
         part.kept, part.module, part.answer = True, module, answer
 
@@ -120,6 +122,7 @@ class InstalledParts:
         module, method = part.module, part.target.method
         assert module is not None
         after: dict[str, Answer] = {method: answer}
+        answer.attach()
         install(module, after)
         for number, (_, before) in enumerate(self.answers):
             if before.get(method) is part.answer:
@@ -296,11 +299,13 @@ class PartLearner:
             answer.forget()
             return 0
         following = TunedAnswer(module, part.target.method, tuned, calls, others)
-        if self.whole is not None:  # Its results are others by now where weights are.
-            self.whole.expect_what_it_is(module, part.target.method)
+        # In other states than this one the program may be another: only tuning has compared this.
+        whole = None if answer.is_left or others else self.whole
+        if whole is not None:  # Its results are others by now where weights are.
+            whole.expect_what_it_is(module, part.target.method)
         installed.exchange(part, following)
         try:
-            wrong = self._why_wrong(part, module, following)
+            wrong = whole and whole.why_wrong(module, part.target.method, allowed_error(following))
         except BaseException:
             installed.exchange(part, answer)
             raise
@@ -316,14 +321,6 @@ class PartLearner:
         assert isinstance(part.answer, TunedAnswer)
         only = part.answer.is_left and self.options.get("strategies") is None
         return {**self.options, "strategies": [part.chosen]} if only else self.options
-
-    def _why_wrong(
-        self, part: AcceleratedPart, module: nn.Module, answer: TunedAnswer
-    ) -> str | None:
-        """What is wrong with the whole; None if nothing is, or if its calls are not known."""
-        if self.whole is None:
-            return None
-        return self.whole.why_wrong(module, part.target.method, allowed_error(answer))
 
 
 def allowed_error(answer: PartAnswerer) -> float:

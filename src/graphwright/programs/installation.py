@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.introspection import ORIGINAL_CLASS, without_answers
+from ..calls.introspection import DEFINED, ORIGINAL_CLASS
 from ..calls.modules import ModuleProxy
 from ..errors import OptionError
 
@@ -79,7 +79,9 @@ def _twin_class(cls: Any) -> Any:
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """A module's class without what is installed, where that is what it got last."""
-    return without_answers(type(module))
+    cls = type(module)
+    found: type[nn.Module] = vars(cls).get(ORIGINAL_CLASS, cls)
+    return found
 
 
 def install(module: nn.Module, answers: Mapping[str, Answer]) -> None:
@@ -148,6 +150,12 @@ def _derived(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     """A class below another one that looks like it, and that nobody is told of."""
     members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     members["__doc__"] = cls.__doc__
+    made = _class_below(cls, members)
+    setattr(made, DEFINED, dict(vars(made)))
+    return made
+
+
+def _class_below(cls: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
     metaclass: Any = type(cls)
     if any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1]):
         made: type[nn.Module] = metaclass(cls.__name__, (nn.Module,), members)

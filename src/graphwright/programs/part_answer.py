@@ -15,6 +15,8 @@ from ..artifacts.tuned_module import TunedModule, choice_of
 from ..calls.dependencies import FORWARD_HOOKS
 from ..calls.snapshots import clone_leaves
 from ..calls.split import Args, Kwargs, flatten, unflatten
+from ..calls.switches import differences, read
+from ..calls.watch import HELD
 from ..errors import GraphwrightError
 from .installation import twin_of
 from .observed_calls import FORWARD, described
@@ -24,6 +26,8 @@ from .part_calls import PartCalls
 _MOST_MISSED = 8
 # In so many states of a module something answers, each with memory of its own.
 _MOST_STATES = 8
+# In a state that nothing was tuned in, states are compared at one call in so many.
+_LOST_LOOKS = 16
 
 
 class TunedAnswer:
@@ -72,9 +76,19 @@ class TunedAnswer:
             self._twin if method == FORWARD else getattr(self._twin, method)
         )
         self._own_calls: Counter[str] = Counter()
-        self._states: tuple[TunedModule, ...] = ()
-        for each in (*others, tuned):
-            self._take_in(each)
+        self._states: tuple[TunedModule, ...] = (tuned, *others)[:_MOST_STATES]
+        self._lost = 0  # Calls in a row in a state that nothing was tuned in.
+        own = {} if known is None else known.switches
+        self._switches = {**read(), **own}
+
+    def attach(self) -> None:
+        """Be told of calls that what was tuned does not answer, as what is installed now."""
+        for each in self._states:
+            self._attach_to(each)
+
+    def _attach_to(self, tuned: TunedModule) -> None:
+        fallback = choice_of(tuned).fallback
+        fallback.missed, fallback.elsewhere = self._note, self.in_this_state
 
     @property
     def calls(self) -> Counter[str]:
@@ -92,27 +106,37 @@ class TunedAnswer:
         return self._original(*args, **kwargs)
 
     def of_other_states(self) -> list[TunedModule]:
-        """What was tuned in other states of the module than the present one."""
-        return [each for each in self._states if not _is_as_tuned(each)]
+        """What was tuned in other states of the module, as far as these may come back.
 
-    def _take_in(self, tuned: TunedModule) -> None:
-        """From now on, answer by this too."""
-        self.tuned, self._states = tuned, (tuned, *self._states)
-        fallback = choice_of(tuned).fallback
-        fallback.missed, fallback.elsewhere = self._note, self._in_this_state
+        Weights that were written to never do, for what holds copies of them.
+        """
+        found = []
+        for each in self._states:
+            watch = choice_of(each).watch
+            change = None if watch is None else watch.changed()
+            if change is not None and HELD not in change:
+                found.append(each)
+        return found
 
-    def _in_this_state(self) -> TunedModule | None:
-        """What was tuned in the state that the module is in; None if nothing was."""
+    def in_this_state(self) -> TunedModule | None:
+        """What was tuned in the state that the module is in; None if nothing was.
+
+        It is asked when what answered last has found another state.
+        """
         with self._lock:
-            found = next(filter(_is_as_tuned, self._states), None)
+            self._lost += 1
+            # To compare takes longer than a small model's call: less often, where it finds nothing.
+            looks = self._lost & (self._lost - 1) == 0 or self._lost % _LOST_LOOKS == 0
+            found = next(filter(_is_as_tuned, self._states), None) if looks else None
             if found is None and self.tune_here and len(self._states) < _MOST_STATES:
                 found = self.tune_here()
                 if found is not None:
-                    self._take_in(found)
+                    self._states = (found, *self._states)
+                    self._attach_to(found)
             if found is None:
                 self.is_left = True
             else:
-                self.tuned = found
+                self.tuned, self._lost = found, 0
         return found
 
     def forget(self) -> None:
@@ -125,7 +149,7 @@ class TunedAnswer:
     def _note(self, args: Args, kwargs: Kwargs) -> None:
         """Keep a call that was not tuned for, the first of its kind."""
         with self._lock, contextlib.suppress(GraphwrightError, torch.OutOfMemoryError):
-            if len(self._kinds) == _MOST_MISSED:
+            if len(self._kinds) == _MOST_MISSED or differences(self._switches, read()):
                 return
             words, _ = described([f"{n}" for n in range(len(args))], args, dict(kwargs))
             kind = tuple(words.items())

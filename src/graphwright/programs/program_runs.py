@@ -22,9 +22,13 @@ _BARS = "_progress_bar_config"
 
 def is_sentence_transformer(program: object) -> bool:
     """Whether something is a SentenceTransformer, whatever is installed on it."""
+    return _is_a(program, "sentence_transformers", "SentenceTransformer")
+
+
+def _is_a(program: object, package: str, name: str) -> bool:
+    """Whether something is of a package's class, which is not imported for that."""
     return any(
-        each.__name__ == "SentenceTransformer"
-        and each.__module__.startswith("sentence_transformers")
+        each.__name__ == name and each.__module__.partition(".")[0] == package
         for each in without_answers(type(program)).__mro__
     )
 
@@ -67,10 +71,10 @@ def _encoded(program: Any, call: Any) -> Any:
 @contextlib.contextmanager
 def _without_bars(program: object) -> Iterator[None]:
     """A pipeline of diffusers shows no progress of its own: ours is shown, and it runs often."""
-    configure = getattr(program, "set_progress_bar_config", None)
-    if configure is None:
+    if not _is_a(program, "diffusers", "DiffusionPipeline"):
         yield
         return
+    configure: Any = getattr(program, "set_progress_bar_config")  # noqa: B009  # not of objects
     before = dict(getattr(program, _BARS, {}))
     configure(**{**before, "disable": True})
     try:
@@ -79,13 +83,10 @@ def _without_bars(program: object) -> Iterator[None]:
         configure(**before)
 
 
-def _generators_in(call: Any) -> Iterator[torch.Generator]:
+def _generators_in(call: Any, seen: frozenset[int] = frozenset()) -> Iterator[torch.Generator]:
     """The generators in a call, in lists, tuples and dictionaries, too."""
     if isinstance(call, torch.Generator):
         yield call
-    elif isinstance(call, Mapping):
-        for each in call.values():
-            yield from _generators_in(each)
-    elif isinstance(call, list | tuple):
-        for each in call:
-            yield from _generators_in(each)
+    elif isinstance(call, Mapping | list | tuple) and id(call) not in seen:
+        for each in call.values() if isinstance(call, Mapping) else call:
+            yield from _generators_in(each, seen | {id(call)})

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._version import __version__
@@ -26,7 +27,7 @@ from ..artifacts.tuned_module import TunedModule
 from ..artifacts.untuned_calls import OnMiss
 from ..calls.options import names_checked
 from ..calls.serialization import digest_of, packed, unpacked
-from ..calls.switches import applied
+from ..calls.switches import applied, read
 from ..calls.watch import Checks
 from ..errors import ArtifactError, GraphwrightError
 from .accelerated import BUDGET_S, Accelerated, AcceleratedPart, InstalledParts, PartLearner
@@ -194,12 +195,13 @@ def _row(part: AcceleratedPart, number: int, folder: Path) -> dict[str, Any]:
         "reason": part.reason,
         "file": "",
     }
-    if part.tuned is not None:
+    if isinstance(part.answer, TunedAnswer):
         row["file"] = f"part-{number}.gw"
-        known = part.answer.known if isinstance(part.answer, TunedAnswer) else None
-        with applied(known.switches if known else {}):
-            row["chosen"] = saving.save(part.tuned, folder / row["file"])
-        row["switches"] = packed(dict(known.switches) if known else {}, {}, "")
+        known, tuned = part.answer.known, part.answer.in_this_state() or part.answer.tuned
+        own = dict(known.switches) if known else {}
+        with applied(own):
+            row["chosen"] = saving.save(tuned, folder / row["file"])
+        row["switches"] = packed(own, {}, "")
     return row
 
 
@@ -239,7 +241,7 @@ def load_program(
                 _refuse_other_weights(module, part.target.path, known["weights"])
                 found.parts.append(part)
                 file = _extracted(path, archive, row["file"], folder)
-                switches = unpacked(row.get("switches", _NO_SWITCHES), {})
+                switches = _switches_of(path, row)
                 with applied(switches):
                     answer = _answer(part, module, file, trust, options, switches)
                 installed.put_in(part, module, answer)
@@ -308,6 +310,24 @@ def _read(path: str | os.PathLike[str], archive: zipfile.ZipFile) -> dict[str, A
         )
     found: dict[str, Any] = known
     return found
+
+
+def _switches_of(path: str | os.PathLike[str], row: Mapping[str, Any]) -> dict[str, Any]:
+    """The switches that the program sets around a part's calls: autocast, and what is on or off.
+
+    Raises:
+        ArtifactError: the file names others, or gives them values that they cannot have.
+    """
+    try:
+        found = unpacked(row.get("switches", _NO_SWITCHES), {})
+        known = read()
+        for name, value in found.items():
+            kind = torch.dtype if name.startswith("autocast on") else type(known[name])
+            if not isinstance(value, bool | kind) or kind not in (bool, torch.dtype):
+                raise ValueError(f"{name} cannot be {value!r}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    return dict(found)
 
 
 def _part(row: Mapping[str, Any]) -> AcceleratedPart:

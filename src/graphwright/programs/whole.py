@@ -31,6 +31,8 @@ _SEED = 0
 _PERTURBED_RUNS, _TIMES_ROUNDING = 3, 2.0
 # Of an image's values, this share may be off by one level: they were rounded to whole ones.
 _OFF_BY_A_LEVEL = 0.01
+# Bytes with no more values than this may be labels.
+_LABELS = 32
 # By call and by leaf of its result.
 Errors = list[list[ErrorMeasure | None]]
 
@@ -176,18 +178,23 @@ class WholeProgram:
         with same_draws():
             result = self._run(self._program, call)
         leaves, _ = flatten_result(_as_tensors(result, self._precision))
-        leaves = [_as_tensors(leaf, self._precision) for leaf in leaves]  # Of objects, too.
+        # Those of objects, too.
+        leaves, _ = flatten_result([_as_tensors(leaf, self._precision) for leaf in leaves])
         return [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _as_tensors(result: Any, precision: torch.dtype) -> Any:
-    """A result with tensors in place of NumPy's arrays, of images and of floating-point numbers."""
+    """A result with tensors in place of NumPy's arrays, of images and of floating-point numbers.
+
+    Beside each stands what it was, since a list is no array.
+    """
     if hasattr(result, "__array_interface__") and not isinstance(result, np.generic):
         array = np.array(result)
-        return torch.from_numpy(array) if array.dtype.kind in "fiubc" else array.tolist()
-    if _holds_floats(result):
-        with contextlib.suppress(ValueError, TypeError):  # Lists of several lengths, or of others.
-            return torch.tensor(result, dtype=precision)
+        made = torch.from_numpy(array) if array.dtype.kind in "fiubc" else array.tolist()
+        return [type(result).__name__, made]
+    if _holds_floats_alone(result):
+        with contextlib.suppress(ValueError, TypeError):  # Lists of several lengths.
+            return [type(result).__name__, _narrowed(result, precision)]
     if isinstance(result, (list, tuple)):
         return [_as_tensors(each, precision) for each in result]
     if isinstance(result, dict):
@@ -195,18 +202,33 @@ def _as_tensors(result: Any, precision: torch.dtype) -> Any:
     return result
 
 
-def _holds_floats(result: Any) -> bool:
-    """Whether something is a floating-point number, or begins with one."""
-    while isinstance(result, list) and result:
-        result = result[0]
-    return isinstance(result, float)
+def _holds_floats_alone(result: Any) -> bool:
+    """Whether something is a floating-point number, or lists of such and nothing else."""
+    if type(result) is list:
+        return bool(result) and all(map(_holds_floats_alone, result))
+    return type(result) is float
+
+
+def _narrowed(result: Any, precision: torch.dtype) -> torch.Tensor:
+    """Numbers in the precision that they were computed in, unless they are too large for it."""
+    wide = torch.tensor(result, dtype=torch.float64)
+    narrow = wide.to(precision)
+    return narrow if torch.equal(torch.isfinite(narrow), torch.isfinite(wide)) else wide
 
 
 def _is_like(a: Any, b: Any) -> bool:
     """Whether both are tensors of floating-point numbers, or images, that can be compared."""
-    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    inexact = tensors and (a.is_floating_point() or a.dtype == torch.uint8)
-    return inexact and a.shape == b.shape and a.dtype == b.dtype
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.is_floating_point() or (_is_image(a) and _is_image(b))
+
+
+def _is_image(pixels: torch.Tensor) -> bool:
+    """Whether bytes are pixels in colour, and no labels or tokens: these have to be equal."""
+    in_colour = pixels.dim() >= 3 and pixels.shape[-1] in (3, 4)
+    return in_colour and pixels.dtype == torch.uint8 and len(pixels.unique()) > _LABELS
 
 
 def _is_rounded_alike(mine: Any, its: Any) -> bool:
