@@ -327,3 +327,7 @@ def _missing(name: str, language: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} was called with tensors on {device}, and has no source in {language}.",
         remedy=f"Pass {option} to extension(), or move the tensors.",
     )
+
+
+# Its name in files that were pickled before.
+_Recipe = _ExtensionRecipe

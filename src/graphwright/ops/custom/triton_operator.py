@@ -154,3 +154,7 @@ def _only_on_a_gpu(name: str, *args: Any, **kwargs: Any) -> Any:
         f"{name} was called with tensors on the CPU, where Triton has no kernels.",
         remedy="Pass triton_op() a reference in plain PyTorch, or move the tensors.",
     )
+
+
+# Its name in files that were pickled before.
+_Recipe = _OperatorRecipe

@@ -538,8 +538,8 @@ class WorkerPool:
         """The row of a worker that ended without one."""
         candidate = _candidate_of(worker)
         row = Row(candidate.name, Status.CRASHED, complexity=candidate.complexity)
-        ended = worker.has_ended(_END_TIMEOUT_S)
-        row.reason = ending(self._end(worker) if ended else None, worker.last_line)
+        printed, ended = worker.last_line, worker.has_ended(_END_TIMEOUT_S)
+        row.reason = ending(self._end(worker) if ended else None, printed)
         if row.reason == KILLED:
             row.status = Status.MEMORY_EXCEEDED
         return row
