@@ -112,8 +112,8 @@ def test_a_pipeline_is_accelerated(name: str, capsys: pytest.CaptureFixture[str]
     example = importlib.import_module(name)
     options = {"strategies": ["onnxruntime"], "isolate": False, "budget_s": 20.0}
     example.main(remember=False, progress=False, **options)
-    printed = capsys.readouterr().out
-    assert "answered by onnxruntime" in printed
+    printed = capsys.readouterr().out  # Whether it gains beyond the noise is the machine's affair.
+    assert re.search(r"Pipeline: \S+ \S+ before, \S+ \S+ now", printed)
     off = re.search(r"off by more than (\S+?)[.,]?( of 1\.)?\n", printed)
     assert off is not None
     assert float(off[1]) < 1e-5
