@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -190,7 +192,7 @@ def test_processes_that_compile_end_with_the_block(
     monkeypatch.setattr(compiling, "_processors", lambda: 4)
     with compiling.Compiling() as work:
         work.begin()
-        process = work._process
+        process = work._child
         assert process is not None
         work.jobs = {str(n): {"n": str(n)} for n in range(6)}
         work._send()
@@ -201,8 +203,8 @@ def test_processes_that_compile_end_with_the_block(
             time.sleep(0.01)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 3
-        assert process.poll() is None
-    assert process.poll() is not None
+        assert process.status_within(0) is None
+    assert process.status_within(0) is not None
     assert not work.running
 
     def runs(child: str) -> bool:
@@ -229,17 +231,17 @@ def test_kernels_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(compiling, "_processors", lambda: 3)
     with compiling.Compiling() as work:
         work.begin()
-        assert work._process is None  # Too few processors for one that may be of no use.
+        assert work._child is None  # Too few processors for one that may be of no use.
         for n in range(5):
             work.jobs[str(n)] = {"n": str(n)}
             work._send()
         work.wait()
         assert not work.running
         assert len(list(tmp_path.glob("there*"))) == 5
-        process = work._process
+        process = work._child
         assert process is not None
-        process.kill()  # It ends by itself, whatever the reason.
-        process.wait()
+        os.kill(process.pid, signal.SIGKILL)  # It ends by itself, whatever the reason.
+        assert process.status_within(20) == -signal.SIGKILL
         work.jobs["x"] = {"n": "x"}
         work._send()
         work.wait()
