@@ -185,7 +185,7 @@ def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyP
         ("singel", (), "Did you mean 'single'? It has: Net, "),
         ("reads", (), "FileNotFoundError: [Errno 2] No such file or directory"),
         ("reads", (), "Relative paths begin in "),
-        ("fails", (), "Make it return a model by itself first"),
+        ("fails", (), "Call it by itself in Python first"),
         ("fails", (), "RuntimeError: no weights here"),
         ("number", (), "returned an int"),
         ("constant", (), "is an int"),

@@ -348,7 +348,7 @@ def _remedy_of(error: Exception, function: Callable[..., Any]) -> str:
         return f"Relative paths begin in {Path.cwd()}, where the command runs."
     if not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
         return "There is no CUDA device here: make the model on the CPU. It is moved to --device."
-    return "Make it return a model by itself first: it is called as it is here, without arguments."
+    return "Call it by itself in Python first: it is called here without arguments."
 
 
 def _wants_network(error: BaseException | None) -> bool:
