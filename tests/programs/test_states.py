@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -207,3 +208,18 @@ def test_in_a_state_without_anything_states_are_compared_now_and_then(
         for _ in range(20):
             program(x, adapter)
         assert found.parts[0].calls["tuned"] >= before + 4
+
+
+def test_what_was_tuned_in_the_present_state_is_saved(
+    program: AdaptedProgram, tmp_path: Path
+) -> None:
+    """Though no call has come in it yet; and that nothing fits is no call that was missed."""
+    x = torch.rand(2, 8, device=next(program.net.parameters()).device)
+    found = gw.accelerate(program, [(x, "a"), (x, "b")], buckets=None, **OPTIONS)
+    for adapter in "ab":
+        program.net.active = adapter
+        assert gw.save(found, tmp_path / "program.gw") == "torchscript"
+    program.net.active = "c"
+    with pytest.raises(gw.ArtifactError, match="changed"):
+        gw.save(found, tmp_path / "program.gw")
+    assert not found.parts[0].missed

@@ -54,6 +54,12 @@ _INPUTS = click.option(
 _DEVICE = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
 )
+_ALLOW = click.option(
+    "--allow", multiple=True, metavar="NAME", help="A lower precision to try: tf32, bf16, fp16."
+)
+_HERE = click.option(
+    "--here", is_flag=True, help="Try strategies in this process, not in worker processes."
+)
 _FILE = click.Path(dir_okay=False)
 _WITH_SAMPLES = click.option(
     "--with-samples", is_flag=True, help="With --html: have every single timing in the page, too."
@@ -130,9 +136,7 @@ def main() -> None:
     show_default=True,
     help="What to optimize for.",
 )
-@click.option(
-    "--allow", multiple=True, metavar="NAME", help="A lower precision to try: tf32, bf16, fp16."
-)
+@_ALLOW
 @click.option(
     "--strategies", metavar="A,B", help="Try only these, such as torchscript,inductor+graph."
 )
@@ -170,9 +174,7 @@ def main() -> None:
     metavar="BYTES",
     help="Memory that one strategy may take in addition to the model: 2GiB.",
 )
-@click.option(
-    "--here", is_flag=True, help="Try strategies in this process, not in worker processes."
-)
+@_HERE
 @click.option("--fresh", is_flag=True, help="Tune again, and replace the cached choice.")
 @click.option("--details", is_flag=True, help="Print all columns and the reason for each row.")
 @click.option(
@@ -359,9 +361,7 @@ def _tune_on_ray(
     show_default=True,
     help="What to optimize for.",
 )
-@click.option(
-    "--allow", multiple=True, metavar="NAME", help="A lower precision to try: tf32, bf16, fp16."
-)
+@_ALLOW
 @click.option("--strategies", metavar="A,B", help="Try only these, as for tune.")
 @click.option("--exclude", multiple=True, metavar="NAME", help="Leave these out, as for tune.")
 @click.option("--tolerance", type=float, help="Relative error to accept of each part.")
@@ -369,9 +369,7 @@ def _tune_on_ray(
 @click.option(
     "--no-buckets", is_flag=True, help="Tune for the sizes of the calls, and none between them."
 )
-@click.option(
-    "--here", is_flag=True, help="Try strategies in this process, not in worker processes."
-)
+@_HERE
 @click.option("--fresh", is_flag=True, help="Tune again, and replace what is remembered.")
 @click.option("--json", "json_file", type=_FILE, help="Save what became of each part.")
 @click.option("--save", "save_file", type=_FILE, help="Save what was found, for gw.load.")

@@ -58,7 +58,7 @@ def _build_beside() -> None:
         return
     # It inherits nothing that others wait for the end of.
     words = ["-c", f"import os; os.nice({_NICE}); {_BUILD}"]
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     child = Child(words, environment=environment)
     child.status_within(_LIMIT_S)
     child.end()

@@ -88,7 +88,7 @@ class TunedAnswer:
 
     def _attach_to(self, tuned: TunedModule) -> None:
         fallback = choice_of(tuned).fallback
-        fallback.missed, fallback.elsewhere = self._note, self.in_this_state
+        fallback.missed, fallback.elsewhere = self._note, self._answers_instead
 
     @property
     def calls(self) -> Counter[str]:
@@ -118,16 +118,17 @@ class TunedAnswer:
                 found.append(each)
         return found
 
-    def in_this_state(self) -> TunedModule | None:
-        """What was tuned in the state that the module is in; None if nothing was.
+    def of_this_state(self) -> TunedModule | None:
+        """What was tuned in the state that the module is in; None if nothing was."""
+        return next(filter(_is_as_tuned, self._states), None)
 
-        It is asked when what answered last has found another state.
-        """
+    def _answers_instead(self) -> TunedModule | None:
+        """What answers a call for which what answered last has found another state."""
         with self._lock:
             self._lost += 1
             # To compare takes longer than a small model's call: less often, where it finds nothing.
             looks = self._lost & (self._lost - 1) == 0 or self._lost % _LOST_LOOKS == 0
-            found = next(filter(_is_as_tuned, self._states), None) if looks else None
+            found = self.of_this_state() if looks else None
             if found is None and self.tune_here and len(self._states) < _MOST_STATES:
                 found = self.tune_here()
                 if found is not None:

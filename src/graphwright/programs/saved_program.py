@@ -197,7 +197,7 @@ def _row(part: AcceleratedPart, number: int, folder: Path) -> dict[str, Any]:
     }
     if isinstance(part.answer, TunedAnswer):
         row["file"] = f"part-{number}.gw"
-        known, tuned = part.answer.known, part.answer.in_this_state() or part.answer.tuned
+        known, tuned = part.answer.known, part.answer.of_this_state() or part.answer.tuned
         own = dict(known.switches) if known else {}
         with applied(own):
             row["chosen"] = saving.save(tuned, folder / row["file"])
