@@ -54,6 +54,7 @@ class CallSpec:
         may_look: whether segments are taken in place of one graph where they are faster.
         streams: how many streams independent operations are captured on.
         trusted: whether the owner looks at all that the function reads from outside.
+        in_place: whether it may work on arguments that it writes to where the sample has them.
         trained: parameters whose gradients it sets; None for inference.
         comparison: how warm-up compares its results.
     """
@@ -74,6 +75,7 @@ class CallSpec:
     may_look: bool
     streams: int
     trusted: bool
+    in_place: bool = False
     trained: Sequence[torch.Tensor] | None = None
     comparison: Comparison | None = None
 
@@ -92,6 +94,7 @@ class CallSpec:
         may_look: bool,
         streams: int,
         trusted: bool,
+        in_place: bool = False,
     ) -> tuple[CallSpec, list[Any]]:
         """What to record of a call, and the leaves of its arguments.
 
@@ -107,6 +110,7 @@ class CallSpec:
             may_look: likewise.
             streams: likewise.
             trusted: likewise.
+            in_place: likewise.
 
         Raises:
             CaptureError: it cannot be captured, as its arguments show.
@@ -132,6 +136,7 @@ class CallSpec:
             may_look=may_look,
             streams=streams,
             trusted=trusted,
+            in_place=in_place and streams == 1 and not may_divide,
         )
         return made, leaves
 

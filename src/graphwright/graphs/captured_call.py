@@ -103,6 +103,7 @@ class CapturedCall(Graph):
         streams: int = 1,
         may_look: bool = True,
         trusted: bool = False,
+        in_place: bool = False,
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -120,6 +121,8 @@ class CapturedCall(Graph):
             streams: as for `capture`.
             may_look: whether segments are taken in place of one graph where they are faster.
             trusted: whether the owner looks at all that the function reads from outside.
+            in_place: whether it may work on many arguments that it writes to, a cache say, where
+                the sample has them; calls with others are answered by a second recording.
 
         Raises:
             OptionError: an option is invalid.
@@ -146,6 +149,7 @@ class CapturedCall(Graph):
             may_look=may_look,
             streams=streams,
             trusted=trusted,
+            in_place=in_place,
         )
         self._begin(spec, sample, pool, places, evictable=evictable)
 
@@ -168,6 +172,8 @@ class CapturedCall(Graph):
         self._watch: ModuleWatch | None = None
         # Addresses of memory that the call uses by itself.
         self._outside: set[int] = set()
+        # Answers calls with other arguments than those that it works on in place.
+        self._with_copies: CapturedCall | None = None
         self._specify(spec, places)
 
     def _specify(self, spec: CallSpec, places: Sequence[Written] = ()) -> None:
@@ -307,6 +313,10 @@ class CapturedCall(Graph):
             )
         return found
 
+    def _timed(self, found: list[list[Node]], notes: list[str]) -> list[list[Node]]:
+        with put_back(self.recorded.memory_in_place()):
+            return super()._timed(found, notes)
+
     def _observed_twins(self) -> tuple[Observer, list[tuple[list[Node], list[int]]]]:
         """Record the call again under observation: what was seen, and the nodes of that."""
         by = Observer(Origins(self.spec.module))
@@ -337,7 +347,17 @@ class CapturedCall(Graph):
 
     @contextlib.contextmanager
     def _twin(self, leaves: Sequence[Any] | None) -> Iterator[CapturedCall]:
-        """The same call, yet to be recorded, with a memory pool of its own.
+        """The same call for the block, yet to be recorded, with a memory pool of its own."""
+        pool = pool_of_one_graph(self.spec.device)
+        twin = self._anew(leaves, pool)
+        try:
+            yield twin
+        finally:
+            twin.close()
+            pool.close()
+
+    def _anew(self, leaves: Sequence[Any] | None, pool: MemoryPool) -> CapturedCall:
+        """The same call, yet to be recorded, with copies of all arguments.
 
         It is warm unless it is in segments.
         """
@@ -346,22 +366,17 @@ class CapturedCall(Graph):
             raise CaptureError("A training step is not recorded again.")
         # What runs works on copies of the leaves; and what it reads is watched by now.
         sample = recorded.inputs.leaves if leaves is None else leaves
-        pool = pool_of_one_graph(spec.device)
-        twin = CapturedCall.of(
-            replace(spec, trusted=True), sample, pool, self.work.known, self._mode
-        )
+        spec = replace(spec, trusted=True, in_place=False)
+        twin = CapturedCall.of(spec, sample, pool, self.work.known, self._mode)
         twin.parts.settle()
         twin.work.candidates[:], twin.places[:] = self.work.candidates, self.places
         twin.work.has_effects = twin.has_effects = self.has_effects
         if self._planned is None:
-            twin._warmed = self._warmed
+            assert self._warmed is not None
+            twin._warmed = replace(self._warmed, in_place=())
         twin.mutates, twin.random, twin._outside = self.mutates, self.random, self._outside
         twin.state = GraphState.WARMING
-        try:
-            yield twin
-        finally:
-            twin.close()
-            twin.pool.close()
+        return twin
 
     # To compare a replay with eager.
 
@@ -418,7 +433,8 @@ class CapturedCall(Graph):
                 results = [_kept(leaf) for leaf in pytree.tree_leaves(made)]
                 return RunResult(results, {s: _kept(copies[s]) for s in self.written}, [])
             recorded.recording.order()
-            with put_back(outside), _generators_kept(self.device):
+            changed = [*outside, *recorded.memory_in_place()]
+            with put_back(changed), _generators_kept(self.device):
                 recorded.inputs.fill(leaves)
                 recorded.recording.replay()
                 if self.device.type == "cuda":
@@ -436,6 +452,7 @@ class CapturedCall(Graph):
             assert warmed is not None
             recording.order()
             outside = [s for s in warmed.external if s._cdata in warmed.announced]
+            outside += self.recorded.memory_in_place()
             with put_back(outside), _generators_kept(self.device):
                 recording.replay()
                 if self.device.type == "cuda":
@@ -560,21 +577,17 @@ class CapturedCall(Graph):
         recorded = self._recorded
         if recorded is None:
             recorded = self.recorded  # Says what is wrong.
+        if recorded.in_place and not recorded.is_in_place(leaves):
+            return self._copying_call(leaves).run_leaves(leaves, finish, call)
         if self.mutates or recorded.tree is not None:
-            self.check_overlap(leaves)
+            # What is worked on in place was looked at with the sample.
+            self.check_overlap([leaves[slot] for slot in recorded.apart])
             if recorded.tree is not None:
                 return self._run_segments(recorded.tree, leaves, call, finish)
         with self._lock:
             if self._recorded is not recorded or THREAD.depth:
                 recorded = self.recorded
-            recorded.recording.order()
-            targets = [torch.empty_like(base) for base in recorded.bases]
-            if recorded.sends:
-                recorded.inputs.send(leaves)
-            if recorded.is_simple:
-                recorded.recording.run([leaves[slot] for slot in recorded.sources], targets)
-            else:
-                recorded.copies.run(recorded.recording, recorded.inputs, leaves, targets)
+            targets = recorded.replay(leaves)
         results = recorded.results
         assert results is not None
         if not recorded.copies.fresh:
@@ -582,6 +595,19 @@ class CapturedCall(Graph):
         if finish is None and results.single:
             return targets[0]
         return results.build(leaves, targets, finish)
+
+    def _copying_call(self, leaves: Sequence[Any]) -> CapturedCall:
+        """The same call with copies of all arguments, recorded when it is first needed.
+
+        Args:
+            leaves: of the arguments of a call, to record it with.
+        """
+        with self._lock:
+            if self._with_copies is None:
+                made = self._anew(leaves, self.pool)
+                made.record()
+                self._with_copies = made
+            return self._with_copies
 
     def _run_segments(
         self,
@@ -791,6 +817,7 @@ class CapturedCall(Graph):
                     spec.comparison,
                     self._copies,
                     rehearse=rehearse,
+                    in_place=spec.in_place,
                     draws_again=spec.trained is None,
                     may_run_otherwise=mode is not CaptureMode.UNDECIDED,
                     names=spec.names,
@@ -964,6 +991,9 @@ class CapturedCall(Graph):
 
     def _retire(self) -> None:
         super()._retire()
+        if self._with_copies is not None:
+            self._with_copies._retire()
+            self._with_copies = None
         self._forget()
         self._warmed = None
         self._sample = []

@@ -33,6 +33,8 @@ class Recorded:
         is_simple: whether nothing is copied but sources and bases.
         sends: whether arguments are on the host and the call runs on another device.
         meets_objects: whether calls have to be told of the objects among their arguments.
+        in_place: positions and addresses of arguments that it works on where the sample has them.
+        apart: positions of the other arguments that are tensors.
     """
 
     recording: Recording
@@ -45,6 +47,29 @@ class Recorded:
     is_simple: bool
     sends: bool
     meets_objects: bool
+    in_place: Sequence[tuple[int, int]]
+    apart: Sequence[int]
+
+    def replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Replay for the leaves of a call's arguments; the copies of the bases for the caller."""
+        self.recording.order()
+        targets = [torch.empty_like(base) for base in self.bases]
+        if self.sends:
+            self.inputs.send(leaves)
+        if self.is_simple:
+            self.recording.run([leaves[slot] for slot in self.sources], targets)
+        else:
+            self.copies.run(self.recording, self.inputs, leaves, targets)
+        return targets
+
+    def is_in_place(self, leaves: Sequence[Any]) -> bool:
+        """Whether the leaves of a call's arguments are where those are that it works on."""
+        return all(leaves[slot].data_ptr() == address for slot, address in self.in_place)
+
+    def memory_in_place(self) -> list[torch.UntypedStorage]:
+        """The memory of the arguments that it works on where they are."""
+        found = (self.inputs.tensor(slot).untyped_storage() for slot, _ in self.in_place)
+        return list({storage._cdata: storage for storage in found}.values())
 
 
 def record_call(
@@ -67,7 +92,7 @@ def record_call(
         allocate: gives memory for its static inputs.
         results_of: gives what the caller is to get, of what the work returned.
     """
-    inputs = StaticInputs(sample, allocate)
+    inputs = StaticInputs(sample, allocate, in_place=warmed.in_place)
     tree = warmed.tree
     copies = CopyPlan.of(inputs, warmed.mutated, fresh=spec.fresh, together=tree is None)
     results: StaticOutputs | None
@@ -102,6 +127,8 @@ def record_call(
         is_simple=copies.is_simple,
         sends=bool(inputs.hosts),
         meets_objects=spec.signature.has_objects or (spec.holds_objects and results is None),
+        in_place=inputs.addresses_in_place(),
+        apart=inputs.apart(),
     )
 
 

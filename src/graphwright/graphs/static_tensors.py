@@ -128,6 +128,29 @@ def hosts_among(leaves: Sequence[Any], device: torch.device) -> list[int]:
     ]
 
 
+def left_in_place(
+    sample: Sequence[Any], mutated: Sequence[int], device: torch.device
+) -> tuple[int, ...]:
+    """Positions of the arguments that a graph may work on where they are, without copies.
+
+    They are many that a call writes to, as those of a cache, which each call is given again; with
+    all that share memory with them.
+
+    Args:
+        sample: leaves of a call's arguments.
+        mutated: positions of those that the call writes to.
+        device: where it runs.
+    """
+    written, found = set(mutated), []
+    for group in _by_storage(sample):
+        tensors = [sample[index] for index in group]
+        if written.isdisjoint(group) or any(is_on_host(tensor, device) for tensor in tensors):
+            continue
+        if all(tensor.numel() and is_dense(tensor) for tensor in tensors):
+            found += group
+    return tuple(sorted(found)) if len(written.intersection(found)) >= _LEAST_TOGETHER else ()
+
+
 class StaticInputs:
     """The static inputs of a graph: the sample's leaves with their tensors in other memory.
 
@@ -137,6 +160,7 @@ class StaticInputs:
         leaves: the sample's leaves, tensors replaced by the static ones.
         slots: positions of the tensors among the leaves, each tensor once.
         hosts: those of them whose tensors the caller has on the host.
+        in_place: those of them that are in the sample's own memory.
         geometries: of the leaves that are tensors, None for others.
     """
 
@@ -146,6 +170,7 @@ class StaticInputs:
         allocate: Allocate,
         *,
         hosts: Sequence[int] = (),
+        in_place: Sequence[int] = (),
         as_given: bool = False,
     ) -> None:
         """Allocate memory for a sample's tensors and copy their values.
@@ -154,38 +179,74 @@ class StaticInputs:
             sample: leaves of a call's arguments.
             allocate: gives bytes on the device.
             hosts: positions of those that callers have on the host, although the sample does not.
+            in_place: of those that stay in the sample's memory, with all that share it.
             as_given: whether tensors on the host stay there, as in an eager call.
         """
         self.leaves = list(sample)
-        made: dict[int, torch.Tensor] = {}
         self.slots: list[int] = []
         self.hosts: list[int] = []
+        self.in_place = [index for index, leaf in enumerate(sample) if index in in_place]
         self._staged: list[tuple[torch.Tensor, list[tuple[int, int]]]] = []
         self._staging: Staging | None = None
         for group in _by_storage(sample):
-            nbytes, places = _places_of([sample[index] for index in group])
-            memory = allocate(nbytes)
-            first = sample[group[0]]
-            from_host = is_on_host(first, memory.device) or any(i in hosts for i in group)
-            if from_host and as_given:
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=first.device)
-            staged = []
-            for index, place in zip(group, places, strict=True):
-                leaf = sample[index]
-                if id(leaf) not in made:
-                    made[id(leaf)] = Geometry.of(leaf).at(memory, place)
-                    self.slots.append(index)
-                    staged.append((index, place))
-                self.leaves[index] = made[id(leaf)]
-            if from_host:
-                self.hosts += [index for index, _ in staged]
-                self._staged.append((memory, staged))
+            if group[0] in in_place:
+                self._leave(sample, group)
+            else:
+                self._move(sample, group, allocate, hosts, as_given)
         self.slots.sort()
         self.hosts.sort()
         self.geometries = [
             Geometry.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves
         ]
         self.fill(sample)
+
+    def _move(
+        self,
+        sample: Sequence[Any],
+        group: Sequence[int],
+        allocate: Allocate,
+        hosts: Sequence[int],
+        as_given: bool,
+    ) -> None:
+        """Make static tensors for those of one storage, in other memory."""
+        made: dict[int, torch.Tensor] = {}
+        nbytes, places = _places_of([sample[index] for index in group])
+        memory = allocate(nbytes)
+        first = sample[group[0]]
+        from_host = is_on_host(first, memory.device) or any(i in hosts for i in group)
+        if from_host and as_given:
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=first.device)
+        staged = []
+        for index, place in zip(group, places, strict=True):
+            leaf = sample[index]
+            if id(leaf) not in made:
+                made[id(leaf)] = Geometry.of(leaf).at(memory, place)
+                self.slots.append(index)
+                staged.append((index, place))
+            self.leaves[index] = made[id(leaf)]
+        if from_host:
+            self.hosts += [index for index, _ in staged]
+            self._staged.append((memory, staged))
+
+    def _leave(self, sample: Sequence[Any], group: Sequence[int]) -> None:
+        """Take the tensors of one storage as they are, in the sample's memory."""
+        made: dict[int, torch.Tensor] = {}
+        for index in group:
+            leaf = sample[index]
+            if id(leaf) not in made:
+                shape, offset = Geometry.of(leaf), leaf.storage_offset()
+                made[id(leaf)] = shape.at_element(leaf.untyped_storage(), offset)
+                self.slots.append(index)
+            self.leaves[index] = made[id(leaf)]
+
+    def addresses_in_place(self) -> list[tuple[int, int]]:
+        """Positions of the leaves in the sample's memory, with their addresses there."""
+        return [(slot, self.tensor(slot).data_ptr()) for slot in self.in_place]
+
+    def apart(self) -> list[int]:
+        """Positions of the other leaves that are tensors."""
+        tensors = (i for i, shape in enumerate(self.geometries) if shape is not None)
+        return [index for index in tensors if index not in self.in_place]
 
     def tensor(self, slot: int) -> torch.Tensor:
         """The static tensor of a slot."""
@@ -196,7 +257,8 @@ class StaticInputs:
     def fill(self, leaves: Sequence[Any]) -> None:
         """Copy a call's values in; its tensors have the sample's shapes, strides and overlaps."""
         for slot in self.slots:
-            copy(leaves[slot], self.tensor(slot))
+            if leaves[slot].data_ptr() != self.tensor(slot).data_ptr():
+                copy(leaves[slot], self.tensor(slot))
 
     def send(self, leaves: Sequence[Any]) -> None:
         """Send a call's arguments on the host to the device; the caller may change them then.
@@ -221,16 +283,22 @@ class StaticInputs:
     @property
     def sources(self) -> list[int]:
         """Slots on the device that are copied in as one range of bytes: without large gaps."""
-        return [s for s in self.slots if s not in self.hosts and self._in_one_range(s)]
+        return [s for s in self._copied if self._in_one_range(s)]
 
     @property
     def by_element(self) -> list[int]:
         """Slots on the device that are copied in element by element."""
-        return [s for s in self.slots if s not in self.hosts and not self._in_one_range(s)]
+        return [s for s in self._copied if not self._in_one_range(s)]
 
     def back(self, mutated: Sequence[int]) -> list[int]:
         """Those of some slots that are copied back as one range of bytes."""
-        return [s for s in mutated if s not in self.hosts and is_dense(self.tensor(s))]
+        copied = set(self._copied)
+        return [s for s in mutated if s in copied and is_dense(self.tensor(s))]
+
+    @property
+    def _copied(self) -> list[int]:
+        """Slots on the device whose tensors are copied in."""
+        return [s for s in self.slots if s not in self.hosts and s not in self.in_place]
 
     def _in_one_range(self, slot: int) -> bool:
         tensor = self.tensor(slot)
@@ -249,6 +317,7 @@ class CopyPlan:
         fresh: whether the caller gets new tensors, not the graph's own.
         together: positions of arguments that one kernel copies in, and one back: none of those.
         words: the static tensors of these, as words.
+        in_place: positions of arguments that the call writes to where they are.
     """
 
     sources: Sequence[int]
@@ -258,6 +327,7 @@ class CopyPlan:
     fresh: bool
     together: Sequence[int] = ()
     words: list[torch.Tensor] = field(default_factory=list)
+    in_place: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -272,7 +342,8 @@ class CopyPlan:
             together: whether several arguments may be copied by one kernel.
         """
         back = inputs.back(mutated) if fresh else []
-        by_element = [slot for slot in mutated if slot not in back]
+        in_place = [slot for slot in mutated if slot in inputs.in_place]
+        by_element = sorted({*mutated} - {*back, *in_place})
         grouped = [slot for slot in back if _words([inputs.tensor(slot)])] if together else []
         grouped = grouped if len(grouped) >= _LEAST_TOGETHER else []
         return cls(
@@ -283,12 +354,15 @@ class CopyPlan:
             fresh,
             grouped,
             _words([inputs.tensor(slot) for slot in grouped]) or [],
+            in_place,
         )
 
     @functools.cached_property
     def is_simple(self) -> bool:
         """Whether nothing is copied but sources, and what the caller gets."""
-        return not (self.by_element or self.back or self.back_by_element or self.together)
+        if self.by_element or self.back or self.back_by_element or self.together:
+            return False
+        return not self.in_place
 
     def run(
         self,
@@ -316,7 +390,8 @@ class CopyPlan:
                 with torch.inference_mode():
                     torch._foreach_copy_(words, static)
             # Autograd has not seen these writes: what it saved for a backward is stale.
-            torch.autograd.graph.increment_version([*many, *(leaves[s] for s in self.back)])
+            written = [leaves[slot] for slot in (*self.back, *self.in_place)]
+            torch.autograd.graph.increment_version([*many, *written])
             for slot in self.back_by_element:
                 copy(inputs.tensor(slot), leaves[slot])
 
