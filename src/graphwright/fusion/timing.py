@@ -16,6 +16,7 @@ import torch
 
 from ..calls.first_use import unseen
 from ..calls.split import Args, Kwargs
+from ..evaluation.device_turns import alone_on
 from ..graphs.capture import capturing
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Pass
@@ -87,6 +88,7 @@ def compared(
         kept = stack.enter_context(LastCall()) if kept is None else kept
         runs = [kept.ready(calls[0], *given)]
         runs += [stack.enter_context(_ready(call, *given)) for call in calls[1:]]
+        stack.enter_context(alone_on(device))
         count = max(1, min(_MOST, int(_BLOCK_S / max(_block(runs[0], 2, device), 1e-7))))
         found: list[list[float]] = [[] for _ in runs]
         for turn in range(_ROUNDS):

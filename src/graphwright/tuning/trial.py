@@ -21,6 +21,7 @@ from ..calls.snapshots import Call, run
 from ..calls.split import Args, Kwargs
 from ..errors import in_words
 from ..evaluation.accuracy import ErrorMeasure, tensors_in
+from ..evaluation.device_turns import alone_on
 from ..evaluation.measurement import (
     Measurement,
     MemoryMeter,
@@ -134,7 +135,8 @@ class CandidateEvaluator:
         for sample in self.samples:
             case = sample.reference.cases[0]
             try:
-                outcome = run(self.model, case.call, sample.reference.state)
+                with alone_on(self.device):
+                    outcome = run(self.model, case.call, sample.reference.state)
             finally:
                 # To compare all weights takes longer than the call.
                 restore = (
@@ -216,7 +218,8 @@ class CandidateEvaluator:
         if built.holds_weights and written:
             # Samples may write what was there before, and then no comparison shows it.
             return Verification(False, f"the model writes to its {written[0]}, and this to a copy")
-        verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+        with alone_on(self.device):
+            verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
         if not verdict.ok and candidate.name != EAGER and self.differs_without_grad(sample):
             why = "your model itself gives other results with gradients off, as it runs here"
             return replace(verdict, reason=f"{why}: {verdict.reason}")
@@ -259,6 +262,10 @@ class CandidateEvaluator:
 
     def time(self, trial: Trial) -> None:
         """Time what was set up, in turns with eager, and say whether it is slower."""
+        with alone_on(self.device):
+            self._time(trial)
+
+    def _time(self, trial: Trial) -> None:
         row = trial.row
         budget_s = self.screening_s / len(self.samples)
         deadline = time.monotonic() + self.timing_s
