@@ -135,8 +135,7 @@ class CandidateEvaluator:
         for sample in self.samples:
             case = sample.reference.cases[0]
             try:
-                with alone_on(self.device):
-                    outcome = run(self.model, case.call, sample.reference.state)
+                outcome = run(self.model, case.call, sample.reference.state)
             finally:
                 # To compare all weights takes longer than the call.
                 restore = (
@@ -218,8 +217,7 @@ class CandidateEvaluator:
         if built.holds_weights and written:
             # Samples may write what was there before, and then no comparison shows it.
             return Verification(False, f"the model writes to its {written[0]}, and this to a copy")
-        with alone_on(self.device):
-            verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+        verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
         if not verdict.ok and candidate.name != EAGER and self.differs_without_grad(sample):
             why = "your model itself gives other results with gradients off, as it runs here"
             return replace(verdict, reason=f"{why}: {verdict.reason}")
