@@ -150,7 +150,7 @@ def test_the_strategy_times_its_passes(
 
 @pytest.mark.gpu
 def test_kernels_are_compiled_by_other_processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from triton import knobs
     from triton.runtime import build
@@ -176,7 +176,7 @@ def test_kernels_are_compiled_by_other_processes(
     with torch.no_grad():
         torch.testing.assert_close(fused(x), body(x), rtol=1e-3, atol=1e-3)
     assert len(found) >= 4
-    assert all(found)
+    assert all(found), f"{caplog.text}; in {knobs.cache.dir}, not {tmp_path}"
     assert "__triton_launcher" not in with_gcc
 
 
@@ -229,6 +229,8 @@ def test_kernels_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     quick.write_text(own.replace("if __name__", f"{body}\nif __name__"))
     monkeypatch.setattr(compiling.compile_worker, "__file__", str(quick))
     monkeypatch.setattr(compiling, "_processors", lambda: 3)
+    monkeypatch.setattr(compiling, "_is_cached", lambda key: key in cached)
+    cached = [str(n) for n in range(5)]
     with compiling.Compiling() as work:
         work.begin()
         assert work._child is None  # Too few processors for one that may be of no use.
@@ -238,6 +240,10 @@ def test_kernels_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         work.wait()
         assert not work.running
         assert len(list(tmp_path.glob("there*"))) == 5
+        assert not work.problem
+        cached.remove("3")
+        work.wait()
+        assert work.problem == "ZeroDivisionError: division by zero"
         process = work._child
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)  # It ends by itself, whatever the reason.

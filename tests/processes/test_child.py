@@ -61,6 +61,7 @@ OTHERWISE = {
     # Whether it is still there when it is written to is chance.
     ("workers", "garbling"): f"({GARBLED}|its process ended with exit status 0)",
     ("faults", "hanging"): "it did not end within 1 s",
+    ("kernels", "hanging"): "within 1 s",
     ("faults", "garbling"): "its process ended with exit status 0",
 }
 
@@ -89,6 +90,7 @@ def sabotaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
     monkeypatch.setattr(fork_server, "_END_TIMEOUT_S", 0.5)
     monkeypatch.setattr(background, "_END_TIMEOUT_S", 0.5)
     monkeypatch.setattr(compiling, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(compiling, "_is_cached", lambda key: False)
     monkeypatch.setattr(compiled_checks, "_LIMIT_S", 1.0)
     return sabotage
 
@@ -149,7 +151,7 @@ def of_kernels(fault: str) -> str:
         kernels._send()
         kernels.wait()
         assert not kernels.running
-    return ""
+    return kernels.problem
 
 
 def of_checks(fault: str) -> str:
@@ -166,7 +168,7 @@ KINDS = {
     "checks": of_checks,
 }
 # These say what became of the process; others do without it, and are only slower.
-SAID = ("workers", "cold starts", "background", "faults")
+SAID = ("workers", "cold starts", "background", "faults", "kernels")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -25,9 +25,10 @@ from graphwright.strategies.base import Availability, Built
 from graphwright.strategies.registry import parse_candidates
 from graphwright.tuning import choice_cache
 from graphwright.tuning.final_rounds import FinalRounds
+from graphwright.tuning.search import Search
 from graphwright.tuning.selection import near_best, ranked
 from graphwright.tuning.trial import judge
-from graphwright.tuning.tuner import Tuning
+from graphwright.tuning.tuner import MOST_BUDGET_S, Tuning
 
 # In processes of their own it takes seconds, to start them.
 EITHER_WAY = pytest.mark.parametrize("isolate", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -419,6 +420,25 @@ def test_a_default_budget_has_time_to_build_the_best(
     ends = tuning._screening.terms.deadline
     assert ends is not None
     assert ends - time.monotonic() < 0.5  # The search takes no longer.
+
+
+@pytest.mark.parametrize("budget_s", [None, 60.0])
+def test_the_search_goes_on_for_a_compiler_by_default_alone(
+    budget_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), budget_s=budget_s)
+    tuning.report.rows.append(Row("eager", Status.OK, setup_s=0.0))
+    terms = tuning._screening.terms
+    usual = tuning._started + 0.8 * 60
+    assert terms.deadline == pytest.approx(usual)
+    for awaited in (True, False):
+        monkeypatch.setattr(Search, "awaits_compiler", lambda _, awaited=awaited: awaited)
+        tuning._end_in_time_for_the_best()
+        most = MOST_BUDGET_S["cpu"] if awaited and budget_s is None else 60.0
+        assert terms.budget_s == most
+        assert terms.deadline == pytest.approx(tuning._started + 0.8 * most)
+    assert tuning._budget_s == 60.0
 
 
 def test_time_is_kept_for_verifying_here_and_once_more_at_the_end() -> None:

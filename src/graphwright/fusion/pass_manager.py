@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import logging
 import os
 import threading
 import time
@@ -78,6 +79,7 @@ ALL = "beside the model as it is"
 _Inputs = dict[str, tuple[Args, Kwargs]]
 # Tracing switches modes of the process.
 _LOCK = threading.RLock()
+_LOGGER = logging.getLogger("graphwright")
 if hasattr(os, "register_at_fork"):
     # Another thread of the parent may hold it, and a forked child has no such thread.
     os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
@@ -555,6 +557,8 @@ def _ended(
     if work.kernels.running:
         work.doing("compiling kernels")
         work.kernels.wait()
+        if work.kernels.problem:
+            _LOGGER.warning("kernels are compiled one by one, since %s", work.kernels.problem)
     if call is None or known is None:
         return call, problem
     work.doing("verifying")

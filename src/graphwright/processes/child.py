@@ -40,8 +40,8 @@ class Child:
         handles: of files that it inherits, under the same numbers.
         environment: variables in addition to this process's. It imports graphwright from where
             this one does, and nothing from the current folder.
-        pipes: whether it reads what is written to `stdin`, and `stdout` is read here; what it says
-            to stderr is dropped then.
+        pipes: whether it reads what is written to `stdin`, and `stdout` is read here; what it has
+            printed is what it says to stderr then.
 
     Raises:
         OSError: no process can be started.
@@ -69,7 +69,7 @@ class Child:
                 pass_fds=tuple(handles),
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if pipes else self._log,
-                stderr=subprocess.DEVNULL if pipes else self._log,
+                stderr=self._log,
                 env=variables,
                 start_new_session=True,
             )

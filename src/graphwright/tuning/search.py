@@ -140,6 +140,22 @@ class Search:
                 ways.pop(self._all[row.strategy].compiler.name, None)
         return min(ways.values(), default=0.0)
 
+    def awaits_compiler(self) -> bool:
+        """Whether nothing of PyTorch's own compiler is known, and it usually makes more.
+
+        That is more than the best so far, by what a graph of eager's kernels takes on a GPU.
+        """
+        compiled = [
+            each for each in self._all.values() if _family(each) == "inductor" and each.runner
+        ]
+        if self._all_wanted or self.device.type != "cuda" or not compiled:
+            return False
+        best = self._best()
+        if best is None or any(self.report.row(each.name) is not None for each in compiled):
+            return False
+        gain = max(usual(each.without_runner, self.device)[0] for each in compiled)
+        return self._share(best.strategy) > self._share(f"{EAGER}+graph") / gain
+
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""
         if self._all_wanted:

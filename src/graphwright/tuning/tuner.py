@@ -441,9 +441,18 @@ class Tuning:
 
     def _search_ends(self) -> float | None:
         """When no further candidate is begun, in `time.monotonic()`; None for no limit."""
-        if self._budget_s is None:
-            return None
-        return self._started + (1 - FINALISTS_SHARE) * self._budget_s
+        limit_s = self._limit_s()
+        return None if limit_s is None else self._started + (1 - FINALISTS_SHARE) * limit_s
+
+    def _limit_s(self) -> float | None:
+        """Seconds that tuning may take by what is known: a default budget grows for a compiler.
+
+        It does so while nothing is known of PyTorch's compiler and little was gained without it.
+        """
+        grows = self._budget_s is not None and not self.asked.limits.budgeted
+        if grows and self._search.awaits_compiler():
+            return self._most_budget_s()
+        return self._budget_s
 
     @property
     def _is_late(self) -> bool:
@@ -461,9 +470,9 @@ class Tuning:
             return
         if needed_s is not None:
             self._give_the_best_time(needed_s)
-            last = self._started + self._budget_s - needed_s
+            last = self._started + (self._limit_s() or self._budget_s) - needed_s
             ends = min(ends, last) if now <= last else ends
-        terms.deadline = ends
+        terms.budget_s, terms.deadline = self._limit_s(), ends
 
     def _seconds_for_the_best(self) -> float | None:
         """Seconds to build here and to time what is the best so far; None if there is nothing."""

@@ -59,9 +59,12 @@ def _compile_all(jobs: list[dict[str, Any]], at_once: int) -> None:
             running.discard(os.wait()[0])
         child = os.fork()
         if not child:
-            # What fails here fails again where the kernel is used, and is reported there.
+            # Where the kernel is used it is compiled once more: what is wrong with it fails there.
             try:
                 _compile(job)
+            except Exception as error:
+                sys.stderr.write(f"{type(error).__name__}: {error}\n")
+                sys.stderr.flush()
             finally:
                 os._exit(0)
         running.add(child)

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ...processes.child import Child
+from ...processes.child import GARBLED, Child, ending
 from . import compile_worker, launch_cache
 
 # Processes at most, and seconds that all may take.
 _MOST, _LIMIT_S = 16, 120.0
+# What a process answers to a list of kernels.
+_DONE = b"."
 # With fewer processors, one that begins early takes time from other work.
 _EARLY = 4
 _PACKAGE = Path(__file__).parents[2]
@@ -33,10 +35,16 @@ class _Taken(Exception):
 
 
 class Compiling:
-    """Kernels that other processes compile, until the block ends. It is for time alone."""
+    """Kernels that other processes compile, until the block ends. It is for time alone.
+
+    Attributes:
+        jobs: what was asked for, by Triton's keys.
+        problem: why kernels that were waited for are not in Triton's cache; "" if they are.
+    """
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.problem = ""
         self._sent, self._awaited = 0, 0
         self._child: Child | None = None
 
@@ -92,10 +100,23 @@ class Compiling:
         while self._child is not None and self.running:
             pipe = self._child.stdout
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            if not ready or not os.read(pipe.fileno(), 1):
-                self.__exit__()  # It takes too long, or has ended.
-                break
+            answer = os.read(pipe.fileno(), 1) if ready else b""
+            if answer != _DONE:
+                self.problem = GARBLED if answer else self._problem()
+                self.__exit__()
+                return
             self._awaited -= 1
+        if self._child is not None and not all(map(_is_cached, self.jobs)):
+            self.problem = self._problem()
+
+    def _problem(self) -> str:
+        """Why kernels are not compiled, in words."""
+        assert self._child is not None
+        last = self._child.last_line()
+        status = self._child.status_within(0.0)
+        if status is not None:
+            return ending(status, last)
+        return last or f"they were not compiled within {_LIMIT_S:g} s, or under other names"
 
     def _start(self) -> None:
         """Start the process that compiles, by forks of itself."""
