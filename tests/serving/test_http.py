@@ -27,6 +27,7 @@ from graphwright.serving.http import application
 from graphwright.serving.http_connection import Connection
 from graphwright.serving.protocol import ErrorKind
 
+pytest.importorskip("geventhttpclient", reason="the HTTP part of tritonclient is not installed")
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
 triton_aio = pytest.importorskip("tritonclient.http.aio")
 InferenceServerException = pytest.importorskip("tritonclient.utils").InferenceServerException
