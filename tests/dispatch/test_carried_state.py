@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.dispatch import payoff
+from graphwright.evaluation import clock
 
 SIZE = 4
 
@@ -484,7 +485,7 @@ def test_a_state_is_carried_where_that_is_faster(
             now[0] += next(ticks)
             return now[0]
 
-    monkeypatch.setattr(payoff, "time", Clock)
+    monkeypatch.setattr(clock, "time", Clock)
     module, its = made(Pair, device)
     graphed = gw.graph(module)
     with torch.no_grad():

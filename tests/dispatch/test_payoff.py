@@ -13,6 +13,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.dispatch import payoff
 from graphwright.dispatch.graphed_callable import _BESIDE, _FIRST_IN_SEGMENTS
+from graphwright.evaluation import clock as clock_module
 from graphwright.graphs import as_eager
 
 TIMED = 2 * payoff._ROUNDS
@@ -51,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, eager: float, other: float) -> None:
     class Clock:
         perf_counter = staticmethod(tick)
 
-    monkeypatch.setattr(payoff, "time", Clock)
+    monkeypatch.setattr(clock_module, "time", Clock)
 
 
 def called(graphed: Any, model: nn.Module, count: int, device: torch.device) -> None:

@@ -168,6 +168,7 @@ def test_tune_takes_objects_apart(
     # So small a model is never faster than eager.
     monkeypatch.setattr("graphwright.tuning.tuner._ROUNDS_WITH_OBJECTS", 1)
     monkeypatch.setattr("graphwright.evaluation.measurement.Timer.once", lambda *given: 1.0)
+    monkeypatch.setattr("graphwright.evaluation.clock.seconds_of", lambda *given: 1.0)
     with torch.no_grad():
         tuned = gw.tune(
             model,
@@ -195,6 +196,7 @@ def test_tune_takes_objects_apart(
 def chosen(model: nn.Module, x: torch.Tensor, cache: Cache, monkeypatch: Any) -> gw.TunedModule:
     """What torchscript is, however slow it is."""
     monkeypatch.setattr("graphwright.evaluation.measurement.Timer.once", lambda *given: 1.0)
+    monkeypatch.setattr("graphwright.evaluation.clock.seconds_of", lambda *given: 1.0)
     monkeypatch.setattr("graphwright.tuning.selection._WORTH_IT", 0.0)
     monkeypatch.setattr("graphwright.report.report.Report.cost", cost_of_eager)
     with torch.no_grad():
@@ -274,6 +276,7 @@ def test_what_depends_on_a_value_is_that_of_each_call(
     device: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("graphwright.evaluation.measurement.Timer.once", lambda *given: 1.0)
+    monkeypatch.setattr("graphwright.evaluation.clock.seconds_of", lambda *given: 1.0)
     monkeypatch.setattr("graphwright.report.report.Report.cost", cost_of_eager)
     monkeypatch.setattr("graphwright.tuning.selection._WORTH_IT", 0.0)
     torch.manual_seed(0)
@@ -337,6 +340,7 @@ def test_tune_takes_samples_with_objects(
     device: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("graphwright.evaluation.measurement.Timer.once", lambda *given: 1.0)
+    monkeypatch.setattr("graphwright.evaluation.clock.seconds_of", lambda *given: 1.0)
     monkeypatch.setattr("graphwright.report.report.Report.cost", cost_of_eager)
     monkeypatch.setattr("graphwright.tuning.selection._WORTH_IT", 0.0)
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ import torch
 
 from ..calls.modes import OperationMode
 from ..errors import first_line
+from ..evaluation.clock import synchronize
 from ..graphs.captured_call import CapturedCall
 from ..graphs.cpu.recorder import CpuRecording
 from ..graphs.cuda import driver
@@ -55,8 +56,7 @@ class _OneByOne(OperationMode):
         self._teller.say("operation", **_described(operation, self._count))
         self._count += 1
         result = func(*args, **kwargs)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return result
 
 
@@ -111,8 +111,7 @@ def main(task: str, told: str) -> None:
     with torch.no_grad():
         graph = CapturedCall(fn, args, kwargs, breaks="auto")
         device, origins = graph.device, Origins(graph.spec.module)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         teller.say("phase", phase="eager")
         try:
             with _OneByOne(origins, teller, device):
@@ -152,7 +151,7 @@ def _replay(graph: CapturedCall, origins: Origins, teller: _Teller) -> None:
         names = dict(zip(keys, nodes, strict=True))
         try:
             recording.replay()
-            torch.cuda.synchronize(device)
+            synchronize(device)
         except Exception as error:
             found, more = marking.culprit(), dict[str, Any]()
             if found is not None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ..evaluation.clock import timed
 
 # Timed calls of either kind, and the share of eager's time above which the other way does not pay.
 _ROUNDS = 5
@@ -29,7 +30,7 @@ class Payoff:
             first: calls in the other way before any is timed: these may set something up.
         """
         self.ratio: float | None = None
-        self._device = device
+        self._device = device or torch.device("cpu")
         self._first = first
         self._count = 0
         self._seconds: tuple[list[float], list[float]] = [], []
@@ -58,16 +59,9 @@ class Payoff:
         if self._count <= self._first or self.ratio is not None:
             return other(), True
         in_other_way = self._count % 2 == 0
-        self._wait()
-        began = time.perf_counter()
-        result = other() if in_other_way else eager()
-        self._wait()
-        self._seconds[in_other_way].append(time.perf_counter() - began)
+        result, seconds = timed(other if in_other_way else eager, self._device)
+        self._seconds[in_other_way].append(seconds)
         if self.ratio is None and all(len(each) >= _ROUNDS for each in self._seconds):
             its, mine = map(statistics.median, self._seconds)
             self.ratio = mine / its
         return result, in_other_way
-
-    def _wait(self) -> None:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -7,9 +7,8 @@ operations have shapes and no data: Python and PyTorch's dispatcher do what they
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.snapshots import Call
+from .clock import fastest_s, synchronize
 
 # Calls that are timed, at least (the first one imports things) and at most, and seconds after which
 # there is no other.
@@ -37,24 +37,19 @@ def host_seconds(module: nn.Module, call: Call, device: torch.device) -> float |
     try:
         with torch.no_grad():
             if device.type == "cpu":
-                return _least(*_without_data(module, call))
-            mine = call.clone()
-            args, kwargs = mine.args, dict(mine.kwargs)
-            return _least(module, args, kwargs, lambda: torch.cuda.synchronize(device))
+                function, args, kwargs = _without_data(module, call)
+            else:
+                mine = call.clone()
+                function, args, kwargs = module, mine.args, dict(mine.kwargs)
+            return fastest_s(
+                functools.partial(function, *args, **kwargs),
+                limit_s=_LIMIT_S,
+                most=_MOST,
+                least=_LEAST,
+                ready=functools.partial(synchronize, device),
+            )
     except Exception:
         return None  # It reads values, say, or has tensors where they cannot be replaced.
-
-
-def _least(
-    function: Callable[..., Any], args: Any, kwargs: Any, ready: Callable[[], object] = lambda: None
-) -> float:
-    spent: list[float] = []
-    while len(spent) < _LEAST or (len(spent) < _MOST and sum(spent) < _LIMIT_S):
-        ready()
-        began = time.perf_counter()
-        function(*args, **kwargs)
-        spent.append(time.perf_counter() - began)
-    return min(spent)
 
 
 def _without_data(module: nn.Module, call: Call) -> tuple[nn.Module, Any, Any]:

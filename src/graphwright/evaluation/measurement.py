@@ -30,13 +30,12 @@ import torch
 
 from ..calls.modes import SharedSwitch
 from ..calls.plurals import counted
+from .clock import Call, event_seconds, seconds_of, synchronize
 
 try:
     import resource
 except ImportError:  # Windows has none.
     resource = None  # type: ignore[assignment]  # it is asked for before its use
-
-Call = Callable[[], object]
 
 MAX_CALLS_PER_BLOCK = 50
 BLOCK_S = 0.02
@@ -240,16 +239,11 @@ class Timer:
 
     def synchronize(self) -> None:
         """Wait until the device has finished what was issued."""
-        if self._cuda:
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def once(self, call: Call) -> float:
         """Seconds of one synchronised call, by the host's clock."""
-        self.synchronize()
-        start = time.perf_counter()
-        call()
-        self.synchronize()
-        return time.perf_counter() - start
+        return seconds_of(call, self.device)
 
     def back_to_back(self, call: Call, single: Sequence[float]) -> float:
         """Seconds per call of as many calls issued back to back, by CUDA events.
@@ -259,14 +253,12 @@ class Timer:
         if not self._cuda:
             return _undisturbed_median(single, min(single))
         self.synchronize()
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in single:
-            call()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / len(single)
+
+        def block() -> None:
+            for _ in single:
+                call()
+
+        return event_seconds(block, self.device) / len(single)
 
 
 @dataclass

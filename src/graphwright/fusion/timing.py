@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from ..calls.first_use import unseen
 from ..calls.split import Args, Kwargs
+from ..evaluation.clock import event_seconds, seconds_of
 from ..evaluation.device_turns import alone_on
 from ..graphs.capture import capturing
 from .passes.attention import ATTENTION, MASKS
@@ -123,17 +123,11 @@ def _ready(
 
 def _block(run: Run, count: int, device: torch.device) -> float:
     """Seconds of a run in a block of some."""
-    if device.type != "cuda":
-        began = time.perf_counter()
+
+    def block() -> None:
         with torch.no_grad():
             for _ in range(count):
                 run()
-        return (time.perf_counter() - began) / count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(count):
-        run()
-    end.record()
-    end.synchronize()
-    milliseconds: float = start.elapsed_time(end)
-    return milliseconds / count / 1e3
+
+    took = event_seconds if device.type == "cuda" else seconds_of
+    return took(block, device) / count

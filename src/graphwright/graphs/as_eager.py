@@ -8,15 +8,15 @@ every mask; segments with the look between them are faster for most. Both are ca
 from __future__ import annotations
 
 import enum
-import statistics
-import time
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from ..calls.split import Args, Kwargs
 from ..errors import CaptureError
+from ..evaluation.clock import medians_in_turns
 from .segments.tree import SegmentTree
 from .transaction import let_go
 
@@ -93,7 +93,8 @@ def is_faster_as_eager(
             twin.record()
             if _changes_something(twin) or (mode is CaptureMode.LOOKING and not _only_looks(twin)):
                 return False
-        in_segments_s, whole_s = _median_seconds(twins, args, kwargs, device)
+        prepared = [_prepared(twin, args, kwargs) for twin in twins]
+        in_segments_s, whole_s = medians_in_turns(prepared, device, rounds=_ROUNDS, warmup=_FIRST)
         return twins[0].given_up is None and in_segments_s <= _BELOW * whole_s
     except Exception as error:  # One graph was known to do before this was tried.
         let_go(error)
@@ -117,22 +118,6 @@ def _only_looks(twin: Twin) -> bool:
     return 0 < len(breaks) <= _MOST_LOOKS and all(each.is_truth_value for each in breaks)
 
 
-def _median_seconds(
-    twins: Sequence[Twin], args: Args, kwargs: Kwargs, device: torch.device
-) -> list[float]:
-    """The median times of some calls, which take turns."""
-    seconds: list[list[float]] = [[] for _ in twins]
-    for turn in range(_FIRST + _ROUNDS):
-        for twin, found in zip(twins, seconds, strict=True):
-            _wait(device)
-            began = time.perf_counter()
-            twin(*args, **kwargs)
-            _wait(device)
-            if turn >= _FIRST:
-                found.append(time.perf_counter() - began)
-    return [statistics.median(each) for each in seconds]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _prepared(twin: Twin, args: Args, kwargs: Kwargs) -> Callable[[], Callable[[], object]]:
+    """Makes the same call for each round."""
+    return lambda: functools.partial(twin, *args, **kwargs)

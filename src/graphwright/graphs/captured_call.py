@@ -24,6 +24,7 @@ from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.split import Args, Kwargs, Split
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, GraphwrightError, SignatureError
+from ..evaluation.clock import synchronize
 from . import as_eager
 from .as_eager import CaptureMode
 from .call_spec import CallSpec
@@ -437,8 +438,7 @@ class CapturedCall(Graph):
             with put_back(changed), _generators_kept(self.device):
                 recorded.inputs.fill(leaves)
                 recorded.recording.replay()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)  # Its errors are raised here.
+                synchronize(self.device)  # Its errors are raised here.
                 return RunResult(
                     [_kept(leaf) for leaf in recorded.results.again_leaves()],
                     {slot: _kept(recorded.inputs.tensor(slot)) for slot in self.written},
@@ -455,8 +455,7 @@ class CapturedCall(Graph):
             outside += self.recorded.memory_in_place()
             with put_back(outside), _generators_kept(self.device):
                 recording.replay()
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+                synchronize(self.device)
 
     def describe_segments(self) -> list[str]:
         """Lines on the call's segments, breaks and hoisted constants; none for a plain graph."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from ..calls.signature import CallSignature
 from ..calls.snapshots import ModuleState, clone_leaves
 from ..calls.split import Args, Kwargs, argument_names, flatten, objects_tree
 from ..errors import SignatureError
-from ..evaluation.measurement import Timer
+from ..evaluation.clock import medians_in_turns
 from .effects import GivenObjects, Outcome, Unrepeatable
 
 
@@ -241,19 +240,21 @@ def seconds_with_objects(
     """
     devices = (tensor.device for tensor in call.tensors if tensor.device.type != "cpu")
     device = next(devices, torch.device("cpu"))
-    calls: tuple[Callable[..., Any], ...] = (answer, model)
-    timer, state = Timer(device), ModuleState(model)
-    found: tuple[list[float], list[float]] = [], []
+    state = ModuleState(model)
+
+    def prepared(function: Callable[..., Any]) -> Callable[[], Callable[[], Any]]:
+        def prepare() -> Callable[[], Any]:
+            args, kwargs = call.anew()
+            return functools.partial(function, *args, **kwargs)
+
+        return prepare
+
     try:
         with torch.no_grad():
-            for number in range(rounds + 1):
-                for each, seconds in zip(calls, found, strict=True):
-                    args, kwargs = call.anew()
-                    took = timer.once(functools.partial(each, *args, **kwargs))
-                    seconds.extend([took] if number else [])  # The first warms up.
+            both = [prepared(answer), prepared(model)]
+            mine, its = medians_in_turns(both, device, rounds=rounds)
     finally:
         state.restore()
-    mine, its = map(statistics.median, found)
     return mine, its
 
 

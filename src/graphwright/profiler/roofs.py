@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -21,11 +22,12 @@ from typing import Any
 
 import torch
 
+from ..evaluation.clock import fastest_s, seconds_of, synchronize
 from ..graphs.capture import capturing
 from ..processes.environment_variables import cache_folder
 from ..report.environment import environment
 from .observation import Stopwatch
-from .timing import CROWDED, OtherWork, back_to_back, least
+from .timing import CROWDED, OtherWork, back_to_back
 
 SCHEMA, SCHEMA_VERSION = "graphwright.roofs", 2
 # Bytes that copies move, read and written ones together.
@@ -185,12 +187,12 @@ def _measure_cpu(name: str) -> Roofs:
         for nbytes in _CPU_COPIES:
             source = torch.ones(nbytes // 8)
             target = torch.ones(nbytes // 8)
-            seconds = least(partial(target.copy_, source), limit_s=0.06)
+            seconds = fastest_s(partial(target.copy_, source), limit_s=0.06, warmup=1)
             copies.append((nbytes, seconds))
         flops = {}
         for dtype, size in _CPU_SIZES.items():
             a = torch.ones(size, size, dtype=getattr(torch, dtype))
-            seconds = least(partial(torch.matmul, a, a), limit_s=0.2, most=10)
+            seconds = fastest_s(partial(torch.matmul, a, a), limit_s=0.2, most=10, warmup=1)
             flops[dtype] = 2 * size**3 / seconds
         few = torch.ones(_FEW)
 
@@ -198,7 +200,7 @@ def _measure_cpu(name: str) -> Roofs:
             for _ in range(_OPERATIONS):
                 few.relu()
 
-        plain = least(several, limit_s=0.05) / _OPERATIONS
+        plain = fastest_s(several, limit_s=0.05, warmup=1) / _OPERATIONS
         watch = Stopwatch()
         with watch:
             several()
@@ -313,25 +315,14 @@ def _launch_s(few: torch.Tensor, device: torch.device) -> float:
         for _ in range(_OPERATIONS):
             few.relu()
 
-    found = []
-    for _ in range(5):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        several()
-        found.append(time.perf_counter() - began)
-    torch.cuda.synchronize(device)
-    return min(found) / _OPERATIONS
+    ready = partial(synchronize, device)
+    found_s = fastest_s(several, limit_s=0.0, least=5, ready=ready)
+    synchronize(device)
+    return found_s / _OPERATIONS
 
 
 def _wait_s(few: torch.Tensor, device: torch.device) -> float:
-    found = []
-    for _ in range(30):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        few.relu_()
-        torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return sorted(found)[len(found) // 2]
+    return statistics.median(seconds_of(few.relu_, device) for _ in range(30))
 
 
 def _transfers(device: torch.device) -> dict[str, float]:
@@ -342,14 +333,9 @@ def _transfers(device: torch.device) -> dict[str, float]:
         if pinned:
             here = here.pin_memory()
         for name, target, source in (("to device", there, here), ("to host", here, there)):
-            spent = []
-            for _ in range(3):
-                torch.cuda.synchronize(device)
-                began = time.perf_counter()
-                target.copy_(source)
-                torch.cuda.synchronize(device)
-                spent.append(time.perf_counter() - began)
-            found[name + label] = _TRANSFER_BYTES / min(spent)
+            copy = partial(target.copy_, source)
+            spent_s = min(seconds_of(copy, device) for _ in range(3))
+            found[name + label] = _TRANSFER_BYTES / spent_s
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..evaluation.clock import event_seconds, fastest_s, synchronize
 from ..evaluation.measurement import (
     HELD_UP,
     Timer,
@@ -249,26 +251,11 @@ def _cycles_per_second(device: torch.device) -> float:
     """Cycles of `torch.cuda._sleep` in a second, as measured once in a process."""
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _CYCLES:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         cycles = 2_000_000
-        for _ in range(2):
-            begin.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            torch.cuda.synchronize(device)
-        _CYCLES[index] = cycles / (float(begin.elapsed_time(end)) / 1e3)
+        sleep = functools.partial(torch.cuda._sleep, cycles)
+        event_seconds(sleep, device)  # The first one is slower.
+        _CYCLES[index] = cycles / event_seconds(sleep, device)
     return _CYCLES[index]
-
-
-def least(call: Callable[[], Any], *, limit_s: float, most: int = 50) -> float:
-    """Seconds of the fastest of several calls on a CPU."""
-    call()
-    spent: list[float] = []
-    while len(spent) < 2 or (len(spent) < most and sum(spent) < limit_s):
-        began = time.perf_counter()
-        call()
-        spent.append(time.perf_counter() - began)
-    return min(spent)
 
 
 def back_to_back(
@@ -288,21 +275,10 @@ def back_to_back(
             call()
 
     call()
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    block()
-    host_s = time.perf_counter() - began
+    synchronize(device)
+    host_s = fastest_s(block, limit_s=0.0, least=1)
     found = [queued(block, device, host_s) for _ in range(repeats)]
     kept = [seconds for seconds in found if seconds is not None]
     if kept:
         return min(kept) / times
-    return _with_events(block, device) / times
-
-
-def _with_events(call: Callable[[], Any], device: torch.device) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(begin.elapsed_time(end)) / 1e3
+    return event_seconds(block, device) / times

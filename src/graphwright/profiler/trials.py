@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from ..evaluation.clock import fastest_s
 from .observation import Form, ObservedOperation, OperationSample
 from .roofs import fp32_precision
-from .timing import back_to_back, least
+from .timing import back_to_back
 
 # Of the time of products, what has to be tried, and the most kinds of operations that are.
 _COVERED, _MOST_KINDS = 0.95, 24
@@ -145,7 +146,9 @@ def _seconds(sample: OperationSample, form: str | None, device: torch.device) ->
                     return back_to_back(
                         lambda: sample.func(*args, **kwargs), device, times=5, repeats=2
                     )
-                return least(lambda: sample.func(*args, **kwargs), limit_s=_EACH_S, most=20)
+                return fastest_s(
+                    lambda: sample.func(*args, **kwargs), limit_s=_EACH_S, most=20, warmup=1
+                )
     except (RuntimeError, TypeError, NotImplementedError, IndexError):
         return None
 

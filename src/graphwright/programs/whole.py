@@ -21,6 +21,7 @@ from torch import nn
 from ..calls.objects import flatten_result, map_tensors
 from ..errors import VerificationError
 from ..evaluation.accuracy import ErrorMeasure, difference, error_of, special_values, worse
+from ..evaluation.clock import seconds_of
 from .installation import Answer, install, twin_of, uninstall
 
 # Rounds of both in turns, fewer where it is clear by then which is faster, and seconds after which
@@ -162,16 +163,11 @@ class WholeProgram:
         return wrong if allowed is None else self.difference(allowed)
 
     def _seconds(self) -> float:
-        self._wait()
-        began = time.perf_counter()
-        for call in self._calls:
-            self._run(self._program, call)
-        self._wait()
-        return time.perf_counter() - began
+        def calls() -> None:
+            for call in self._calls:
+                self._run(self._program, call)
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        return seconds_of(calls, self._device)
 
     def _leaves(self, call: Any) -> list[Any]:
         """The leaves of a result, with tensors of their own."""
