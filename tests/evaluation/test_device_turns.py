@@ -22,7 +22,7 @@ _FORK = multiprocessing.get_context("fork")
 
 def _turns(path: Path, log: Path, count: int) -> None:
     for _ in range(count):
-        with turn_of(path), log.open("a") as file:
+        with turn_of(str(path)), log.open("a") as file:
             file.write(f"{os.getpid()} ")
             file.flush()
             time.sleep(0.005)
@@ -42,7 +42,7 @@ def test_turns_of_processes_do_not_overlap(tmp_path: Path) -> None:
 
 
 def _holds(path: Path, ready: Any) -> None:
-    with turn_of(path):
+    with turn_of(str(path)):
         ready.set()
         time.sleep(60)
 
@@ -56,13 +56,33 @@ def test_a_process_that_is_killed_hands_its_turn_on(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     began = time.monotonic()
-    with turn_of(tmp_path / "lock"):
+    with turn_of(str(tmp_path / "lock")):
         assert time.monotonic() - began < 1
+
+
+def test_a_turn_ends_although_a_child_was_forked_meanwhile(tmp_path: Path) -> None:
+    process = _FORK.Process(target=time.sleep, args=(60,))
+    with turn_of(str(tmp_path / "lock")):
+        process.start()
+    began = time.monotonic()
+    with turn_of(str(tmp_path / "lock")):
+        assert time.monotonic() - began < 1
+    process.kill()
+    process.join()
+
+
+def test_where_there_is_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", missing)
+    with turn_of("lock"):
+        pass
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_turns, "PATIENCE_S", 0.2)
-    with turn_of(tmp_path / "lock"), turn_of(tmp_path / "lock"):
+    with turn_of(str(tmp_path / "lock")), turn_of(str(tmp_path / "lock")):
         pass
 
 
@@ -70,7 +90,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_file_that_cannot_be_locked_is_done_without(tmp_path: Path, name: str) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "link").symlink_to(tmp_path / "elsewhere")
-    with turn_of(tmp_path / name):
+    with turn_of(str(tmp_path / name)):
         pass
     assert not (tmp_path / "elsewhere").exists()
 

@@ -25,7 +25,7 @@ from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule, graphs_of
 from ..errors import CaptureError, OptionError, SignatureError, first_line
 from ..evaluation.accuracy import difference
-from ..graphs.captured_call import CapturedCall, RunResult, put_back
+from ..graphs.captured_call import CapturedCall, RunResult
 from ..graphs.graph import Graph
 from ..graphs.inspection.origins import Operation, Origins
 from ..graphs.memory import lock_of
@@ -218,7 +218,7 @@ class _Diagnosing:
         if graph.tree is not None:
             outside |= set(graph.tree.external)
         found: Parting | None = None
-        with lock_of(graph.pool), put_back(graph.recorded.memory_in_place()):
+        with lock_of(graph.pool):
             for pretend in (False, True):
                 if found is None or found.cause is DifferenceCause.OPERATIONS:
                     replay = replay_of(graph, self._arguments)

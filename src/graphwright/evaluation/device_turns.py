@@ -1,4 +1,4 @@
-"""Turns on a GPU: of graphwright's processes, one at a time has it to itself.
+"""Turns on a GPU: of graphwright's processes and threads, one at a time has it to itself.
 
 A GPU divides its time between processes that use it at once: what is timed then seems two or three
 times as slow, and something else is chosen.
@@ -37,7 +37,7 @@ def alone_on(device: torch.device) -> Iterator[None]:
         yield
         return
     uuid = torch.cuda.get_device_properties(device).uuid
-    with turn_of(Path(tempfile.gettempdir()) / f"graphwright-{os.getuid()}-{uuid}.lock"):
+    with turn_of(f"graphwright-{os.getuid()}-{uuid}.lock"):
         token = _HELD.set(True)
         try:
             yield
@@ -46,9 +46,14 @@ def alone_on(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def turn_of(path: Path) -> Iterator[None]:
-    """Hold the lock of a file for the block; without it where the file cannot be locked."""
+def turn_of(name: str) -> Iterator[None]:
+    """Hold the lock of a file for the block; without it where the file cannot be locked.
+
+    Args:
+        name: of the file, in the folder for temporary files.
+    """
     try:
+        path = Path(tempfile.gettempdir()) / name
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError:  # There is no such folder, say, or the file is another user's.
         yield
@@ -57,11 +62,13 @@ def turn_of(path: Path) -> Iterator[None]:
         _lock(file)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # Closing is not enough where a child was forked.
         os.close(file)
 
 
 def _lock(file: int) -> None:
-    """Lock a file, as soon as nobody else has: closing it, or the end of the process, unlocks."""
+    """Lock a file, as soon as nobody else has; the end of the process unlocks it."""
     ends = time.monotonic() + PATIENCE_S
     while time.monotonic() < ends:
         try:

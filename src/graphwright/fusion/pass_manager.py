@@ -557,8 +557,9 @@ def _ended(
     if work.kernels.running:
         work.doing("compiling kernels")
         work.kernels.wait()
-        if work.kernels.problem:
-            _LOGGER.warning("kernels are compiled one by one, since %s", work.kernels.problem)
+    if work.kernels.problem:
+        _LOGGER.warning("kernels are compiled one by one: %s", work.kernels.problem)
+        work.kernels.problem = ""
     if call is None or known is None:
         return call, problem
     work.doing("verifying")

@@ -41,9 +41,9 @@ def capture(
         fn: a function or module. It runs a few times here, under `torch.no_grad`; what these runs
             change (buffers, inputs, random numbers, gradients) is put back.
         args: sample arguments: tensors, plain values, and containers and objects of them. Later
-            calls must agree with them in everything but the tensors' values. A cache, that is six
-            or more tensors that the call writes to, is used where it is, and kept alive; the first
-            call with another one makes a second recording.
+            calls must agree with them in everything but the tensors' values. If six or more of
+            the tensors are written to, as those of a cache, calls with these very tensors are
+            answered without copies, and the graph keeps them alive.
         pool: memory to share with other graphs; by default a new pool.
         warmup: ordinary runs before the capture, in addition to those that observe and rehearse it.
         outputs: "fresh" returns new tensors; "static" returns the graph's own, which the next

@@ -59,7 +59,7 @@ from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
 from .segments.tree import SegmentTree
-from .static_tensors import Around, Finish, Launch, StaticInputs
+from .static_tensors import Around, Finish, Launch, StaticInputs, left_in_place
 from .transaction import let_go, transaction
 from .turns import Busy
 from .warmup import RunsOtherwise, Warmed, warm
@@ -122,8 +122,8 @@ class CapturedCall(Graph):
             streams: as for `capture`.
             may_look: whether segments are taken in place of one graph where they are faster.
             trusted: whether the owner looks at all that the function reads from outside.
-            in_place: whether it may work on many arguments that it writes to, a cache say, where
-                the sample has them; calls with others are answered by a second recording.
+            in_place: whether a second recording works on many arguments that the call writes to, a
+                cache say, where the sample has them.
 
         Raises:
             OptionError: an option is invalid.
@@ -173,8 +173,10 @@ class CapturedCall(Graph):
         self._watch: ModuleWatch | None = None
         # Addresses of memory that the call uses by itself.
         self._outside: set[int] = set()
-        # Answers calls with other arguments than those that it works on in place.
-        self._with_copies: CapturedCall | None = None
+        # A second recording, which answers calls with the sample's own cache.
+        self._in_place: Recorded | None = None
+        # The recording that the last call or replay has used.
+        self._last: Recorded | None = None
         self._specify(spec, places)
 
     def _specify(self, spec: CallSpec, places: Sequence[Written] = ()) -> None:
@@ -229,7 +231,8 @@ class CapturedCall(Graph):
     @property
     def outputs(self) -> Any:
         """What the function returned, in the graph's memory: the next replay overwrites it."""
-        results = self.recorded.results
+        recorded = self.recorded
+        results = (self._last or recorded).results
         if results is None:
             raise CaptureError(
                 f"{self.name} is in segments, whose results depend on the path that a call takes.",
@@ -314,10 +317,6 @@ class CapturedCall(Graph):
             )
         return found
 
-    def _timed(self, found: list[list[Node]], notes: list[str]) -> list[list[Node]]:
-        with put_back(self.recorded.memory_in_place()):
-            return super()._timed(found, notes)
-
     def _observed_twins(self) -> tuple[Observer, list[tuple[list[Node], list[int]]]]:
         """Record the call again under observation: what was seen, and the nodes of that."""
         by = Observer(Origins(self.spec.module))
@@ -348,17 +347,7 @@ class CapturedCall(Graph):
 
     @contextlib.contextmanager
     def _twin(self, leaves: Sequence[Any] | None) -> Iterator[CapturedCall]:
-        """The same call for the block, yet to be recorded, with a memory pool of its own."""
-        pool = pool_of_one_graph(self.spec.device)
-        twin = self._anew(leaves, pool)
-        try:
-            yield twin
-        finally:
-            twin.close()
-            pool.close()
-
-    def _anew(self, leaves: Sequence[Any] | None, pool: MemoryPool) -> CapturedCall:
-        """The same call, yet to be recorded, with copies of all arguments.
+        """The same call, yet to be recorded, with a memory pool of its own.
 
         It is warm unless it is in segments.
         """
@@ -367,17 +356,21 @@ class CapturedCall(Graph):
             raise CaptureError("A training step is not recorded again.")
         # What runs works on copies of the leaves; and what it reads is watched by now.
         sample = recorded.inputs.leaves if leaves is None else leaves
+        pool = pool_of_one_graph(spec.device)
         spec = replace(spec, trusted=True, in_place=False)
         twin = CapturedCall.of(spec, sample, pool, self.work.known, self._mode)
         twin.parts.settle()
         twin.work.candidates[:], twin.places[:] = self.work.candidates, self.places
         twin.work.has_effects = twin.has_effects = self.has_effects
         if self._planned is None:
-            assert self._warmed is not None
-            twin._warmed = replace(self._warmed, in_place=())
+            twin._warmed = self._warmed
         twin.mutates, twin.random, twin._outside = self.mutates, self.random, self._outside
         twin.state = GraphState.WARMING
-        return twin
+        try:
+            yield twin
+        finally:
+            twin.close()
+            twin.pool.close()
 
     # To compare a replay with eager.
 
@@ -434,8 +427,7 @@ class CapturedCall(Graph):
                 results = [_kept(leaf) for leaf in pytree.tree_leaves(made)]
                 return RunResult(results, {s: _kept(copies[s]) for s in self.written}, [])
             recorded.recording.order()
-            changed = [*outside, *recorded.memory_in_place()]
-            with put_back(changed), _generators_kept(self.device):
+            with put_back(outside), _generators_kept(self.device):
                 recorded.inputs.fill(leaves)
                 recorded.recording.replay()
                 synchronize(self.device)  # Its errors are raised here.
@@ -452,7 +444,6 @@ class CapturedCall(Graph):
             assert warmed is not None
             recording.order()
             outside = [s for s in warmed.external if s._cdata in warmed.announced]
-            outside += self.recorded.memory_in_place()
             with put_back(outside), _generators_kept(self.device):
                 recording.replay()
                 synchronize(self.device)
@@ -485,6 +476,7 @@ class CapturedCall(Graph):
         if self.state is GraphState.READY:
             _ = self.outputs
         super().replay()
+        self._last = None
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -576,37 +568,26 @@ class CapturedCall(Graph):
         recorded = self._recorded
         if recorded is None:
             recorded = self.recorded  # Says what is wrong.
-        if recorded.in_place and not recorded.is_in_place(leaves):
-            return self._copying_call(leaves).run_leaves(leaves, finish, call)
+        chosen, in_place = recorded, self._in_place
+        if in_place is not None and in_place.is_in_place(leaves):
+            chosen = in_place
         if self.mutates or recorded.tree is not None:
             # What is worked on in place was looked at with the sample.
-            self.check_overlap([leaves[slot] for slot in recorded.apart])
+            self.check_overlap([leaves[slot] for slot in chosen.apart])
             if recorded.tree is not None:
                 return self._run_segments(recorded.tree, leaves, call, finish)
         with self._lock:
             if self._recorded is not recorded or THREAD.depth:
-                recorded = self.recorded
-            targets = recorded.replay(leaves)
-        results = recorded.results
+                chosen = self.recorded
+            targets = chosen.replay(leaves)
+            self._last = chosen
+        results = chosen.results
         assert results is not None
-        if not recorded.copies.fresh:
+        if not chosen.copies.fresh:
             return results.again(finish)
         if finish is None and results.single:
             return targets[0]
         return results.build(leaves, targets, finish)
-
-    def _copying_call(self, leaves: Sequence[Any]) -> CapturedCall:
-        """The same call with copies of all arguments, recorded when it is first needed.
-
-        Args:
-            leaves: of the arguments of a call, to record it with.
-        """
-        with self._lock:
-            if self._with_copies is None:
-                made = self._anew(leaves, self.pool)
-                made.record()
-                self._with_copies = made
-            return self._with_copies
 
     def _run_segments(
         self,
@@ -816,7 +797,6 @@ class CapturedCall(Graph):
                     spec.comparison,
                     self._copies,
                     rehearse=rehearse,
-                    in_place=spec.in_place,
                     draws_again=spec.trained is None,
                     may_run_otherwise=mode is not CaptureMode.UNDECIDED,
                     names=spec.names,
@@ -872,6 +852,7 @@ class CapturedCall(Graph):
                     self._mode = CaptureMode.CAPTURED  # One graph does, too.
                     self.warm()
                     self._record(admission, share_inputs)
+                self._record_in_place(admission.recorder)
                 self._sample = []
                 if self._planned is not None:
                     self._planned.drop_script()
@@ -930,6 +911,35 @@ class CapturedCall(Graph):
             self._outside = self._outside | {s.data_ptr() for s in watch.memory if s.nbytes()}
         self.work.reach = watch
 
+    def _record_in_place(self, recorder: Recorder) -> None:
+        """Record the call once more for the sample's own cache, if it is given one.
+
+        That saves copies, and takes memory: where a pool has a limit it is left out.
+        """
+        spec, warmed = self.spec, self._warmed
+        assert warmed is not None
+        if not (spec.in_place and spec.fresh) or self._planned or self.pool.limit is not None:
+            return
+        slots = left_in_place(self._sample, warmed.mutated, self.device)
+        if not slots:
+            return
+        recorder.order()
+        with (
+            self._transaction(GraphState.CAPTURING),
+            generator_kept(warmed.draws),
+            answering_as_eager(self._mode.as_eager),
+        ):
+            self._in_place = record_call(
+                spec,
+                self._sample,
+                warmed,
+                self.work,
+                recorder,
+                recorder.allocate,
+                self._results_of,
+                slots,
+            )
+
     def _results_of(self, tree: Any) -> Any:
         """What the caller is to get, of what the work returned."""
         return tree
@@ -981,18 +991,17 @@ class CapturedCall(Graph):
     def _forget(self) -> None:
         """Drop what was recorded; the call can be recorded again."""
         recording, self._recording = self._recording, None
-        if recording is not None:
-            retire(self.pool, recording)
+        in_place, self._in_place = self._in_place, None
+        for each in (recording, None if in_place is None else in_place.recording):
+            if each is not None:
+                retire(self.pool, each)
         if self._planned is not None:
             self._planned.forget()
-        self._recorded = self._watch = self.work.reach = None
+        self._recorded = self._last = self._watch = self.work.reach = None
         self._held = []
 
     def _retire(self) -> None:
         super()._retire()
-        if self._with_copies is not None:
-            self._with_copies._retire()
-            self._with_copies = None
         self._forget()
         self._warmed = None
         self._sample = []

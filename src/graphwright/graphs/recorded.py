@@ -33,7 +33,8 @@ class Recorded:
         is_simple: whether nothing is copied but sources and bases.
         sends: whether arguments are on the host and the call runs on another device.
         meets_objects: whether calls have to be told of the objects among their arguments.
-        in_place: positions and addresses of arguments that it works on where the sample has them.
+        in_place: of arguments that it works on where the sample has them: positions, addresses at
+            the time of the recording, and the tensors.
         apart: positions of the other arguments that are tensors.
     """
 
@@ -47,7 +48,7 @@ class Recorded:
     is_simple: bool
     sends: bool
     meets_objects: bool
-    in_place: Sequence[tuple[int, int]]
+    in_place: Sequence[tuple[int, int, torch.Tensor]]
     apart: Sequence[int]
 
     def replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -63,13 +64,14 @@ class Recorded:
         return targets
 
     def is_in_place(self, leaves: Sequence[Any]) -> bool:
-        """Whether the leaves of a call's arguments are where those are that it works on."""
-        return all(leaves[slot].data_ptr() == address for slot, address in self.in_place)
+        """Whether the leaves of a call's arguments are the memory that it works on in place.
 
-    def memory_in_place(self) -> list[torch.UntypedStorage]:
-        """The memory of the arguments that it works on where they are."""
-        found = (self.inputs.tensor(slot).untyped_storage() for slot, _ in self.in_place)
-        return list({storage._cdata: storage for storage in found}.values())
+        That may have been freed, or have moved: then other memory may be where it was.
+        """
+        return all(
+            leaves[slot].data_ptr() == address == static.data_ptr()
+            for slot, address, static in self.in_place
+        )
 
 
 def record_call(
@@ -80,6 +82,7 @@ def record_call(
     recorder: Recorder,
     allocate: Allocate,
     results_of: Callable[[Any], Any],
+    in_place: Sequence[int] = (),
 ) -> Recorded:
     """Record a warm call: as a graph, or in the segments that warm-up has divided it into.
 
@@ -91,8 +94,9 @@ def record_call(
         recorder: what records it.
         allocate: gives memory for its static inputs.
         results_of: gives what the caller is to get, of what the work returned.
+        in_place: positions of the leaves that it works on where the sample has them.
     """
-    inputs = StaticInputs(sample, allocate, in_place=warmed.in_place)
+    inputs = StaticInputs(sample, allocate, in_place=in_place)
     tree = warmed.tree
     copies = CopyPlan.of(inputs, warmed.mutated, fresh=spec.fresh, together=tree is None)
     results: StaticOutputs | None
@@ -127,7 +131,7 @@ def record_call(
         is_simple=copies.is_simple,
         sends=bool(inputs.hosts),
         meets_objects=spec.signature.has_objects or (spec.holds_objects and results is None),
-        in_place=inputs.addresses_in_place(),
+        in_place=[(slot, each.data_ptr(), each) for slot, each in inputs.given()],
         apart=inputs.apart(),
     )
 

@@ -146,7 +146,10 @@ def left_in_place(
         tensors = [sample[index] for index in group]
         if written.isdisjoint(group) or any(is_on_host(tensor, device) for tensor in tensors):
             continue
-        if all(tensor.numel() and is_dense(tensor) for tensor in tensors):
+        # Of a part of a buffer, others may use the rest meanwhile.
+        most = _GAP_FACTOR * sum(span(tensor) for tensor in tensors)
+        dense = all(tensor.numel() and is_dense(tensor) for tensor in tensors)
+        if dense and tensors[0].untyped_storage().nbytes() <= most:
             found += group
     return tuple(sorted(found)) if len(written.intersection(found)) >= _LEAST_TOGETHER else ()
 
@@ -198,7 +201,9 @@ class StaticInputs:
         self.geometries = [
             Geometry.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves
         ]
-        self.fill(sample)
+        for slot in self.slots:
+            if slot not in self.in_place:
+                copy(sample[slot], self.tensor(slot))
 
     def _move(
         self,
@@ -239,9 +244,9 @@ class StaticInputs:
                 self.slots.append(index)
             self.leaves[index] = made[id(leaf)]
 
-    def addresses_in_place(self) -> list[tuple[int, int]]:
-        """Positions of the leaves in the sample's memory, with their addresses there."""
-        return [(slot, self.tensor(slot).data_ptr()) for slot in self.in_place]
+    def given(self) -> list[tuple[int, torch.Tensor]]:
+        """Positions of the leaves in the sample's memory, and their tensors."""
+        return [(slot, self.tensor(slot)) for slot in self.in_place]
 
     def apart(self) -> list[int]:
         """Positions of the other leaves that are tensors."""
@@ -257,8 +262,7 @@ class StaticInputs:
     def fill(self, leaves: Sequence[Any]) -> None:
         """Copy a call's values in; its tensors have the sample's shapes, strides and overlaps."""
         for slot in self.slots:
-            if leaves[slot].data_ptr() != self.tensor(slot).data_ptr():
-                copy(leaves[slot], self.tensor(slot))
+            copy(leaves[slot], self.tensor(slot))
 
     def send(self, leaves: Sequence[Any]) -> None:
         """Send a call's arguments on the host to the device; the caller may change them then.

@@ -33,7 +33,7 @@ from .python_state import PythonState, StateChanges
 from .reads import OutsideRead, Reads
 from .recorder import Allocate, Recorder
 from .segments.tree import SegmentTree
-from .static_tensors import StaticInputs, left_in_place
+from .static_tensors import StaticInputs
 from .transaction import let_go
 
 # Divides a call into segments; with them, the bytes of each memory segment that they take.
@@ -67,7 +67,6 @@ class Warmed:
             but read none in a capture.
         read: what operations took from outside; only until it is known who watches it.
         tree: the segments that the call was divided into; None for one graph.
-        in_place: positions of the leaves that a graph may work on where the sample has them.
     """
 
     mutated: tuple[int, ...]
@@ -81,7 +80,6 @@ class Warmed:
     looks_in_eager: bool = False
     read: Sequence[OutsideRead] = ()
     tree: SegmentTree | None = None
-    in_place: tuple[int, ...] = ()
 
 
 def warm(
@@ -98,7 +96,6 @@ def warm(
     draws_again: bool = False,
     may_run_otherwise: bool = True,
     names: Sequence[str] = (),
-    in_place: bool = False,
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes is put back.
 
@@ -117,7 +114,6 @@ def warm(
         may_run_otherwise: whether it may run other operations in a capture than in eager mode
             although these read nothing from the device.
         names: of the arguments' leaves.
-        in_place: whether arguments that it writes to may stay where they are.
 
     Raises:
         RunsOtherwise: it does so, and must not.
@@ -143,16 +139,11 @@ def warm(
         del eager
         settle(observed, inputs, journal, runs)
         del inputs
-        device = recorder.device
-        kept = left_in_place(sample, second.mutated, device) if in_place else ()
         tree: SegmentTree | None = None
         segments: tuple[int, ...] = ()
         if rehearse:
             with generator_kept(chance.draws):
-                prepare = functools.partial(StaticInputs, sample, in_place=kept)
-                tree, segments = _rehearsed(
-                    observed, journal, chance, fallback, first.hosts, prepare
-                )
+                tree, segments = _rehearsed(observed, journal, chance, fallback, first.hosts)
             python_state.check()
     except BaseException:
         journal.undo()
@@ -169,7 +160,6 @@ def warm(
         looks_in_eager=second.looks_in_eager,
         read=second.read,
         tree=tree,
-        in_place=kept,
     )
 
 
@@ -441,7 +431,6 @@ def _rehearsed(
     chance: Chance,
     fallback: Fallback | None,
     outside: Container[int],
-    prepare: Callable[[Allocate], StaticInputs],
 ) -> tuple[SegmentTree | None, tuple[int, ...]]:
     """Rehearse the recording: the segments that take its place, and the memory that it takes.
 
@@ -451,7 +440,6 @@ def _rehearsed(
         chance: what it draws.
         fallback: as for `warm`.
         outside: storages on other devices that the eager run used too, by identity.
-        prepare: makes the static inputs.
     """
     recorder, generators, draws = runs.recorder, chance.generators, chance.draws
     if fallback is not None and journal.waits:
@@ -463,6 +451,7 @@ def _rehearsed(
             # One graph would keep what the host's memory holds now for ever.
             with contextlib.suppress(CaptureError, RuntimeError):
                 return fallback(generators, draws)
+    prepare = functools.partial(StaticInputs, runs.sample)
     try:
         return None, recorder.rehearse(prepare, runs.work, generators)
     except Exception as error:

@@ -21,8 +21,8 @@ from typing import Any
 from ...processes.child import GARBLED, Child, ending
 from . import compile_worker, launch_cache
 
-# Processes at most, and seconds that all may take.
-_MOST, _LIMIT_S = 16, 120.0
+# Processes at most, seconds that all may take, and those that one takes to end.
+_MOST, _LIMIT_S, _END_S = 16, 120.0, 1.0
 # What a process answers to a list of kernels.
 _DONE = b"."
 # With fewer processors, one that begins early takes time from other work.
@@ -102,18 +102,22 @@ class Compiling:
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
             answer = os.read(pipe.fileno(), 1) if ready else b""
             if answer != _DONE:
-                self.problem = GARBLED if answer else self._problem()
+                # Where it has closed its pipe, it is about to end.
+                self.problem = GARBLED if answer else self._problem(_END_S if ready else 0.0)
                 self.__exit__()
                 return
             self._awaited -= 1
         if self._child is not None and not all(map(_is_cached, self.jobs)):
-            self.problem = self._problem()
+            self.problem = self._problem(0.0)
 
-    def _problem(self) -> str:
-        """Why kernels are not compiled, in words."""
+    def _problem(self, timeout_s: float) -> str:
+        """Why kernels are not compiled, in words.
+
+        Args:
+            timeout_s: seconds to wait for its process to end.
+        """
         assert self._child is not None
-        last = self._child.last_line()
-        status = self._child.status_within(0.0)
+        status, last = self._child.status_within(timeout_s), self._child.last_line()
         if status is not None:
             return ending(status, last)
         return last or f"they were not compiled within {_LIMIT_S:g} s, or under other names"
@@ -146,6 +150,7 @@ class Compiling:
             pipe.write(pickle.dumps(values))
             pipe.flush()
         except OSError:  # It has ended.
+            self.problem = self._problem(_END_S)
             self.__exit__()
 
 
