@@ -26,6 +26,7 @@ scripts/bench profile [--out DIR] [--seconds S]       what profile() predicts, a
 scripts/bench search [--large] [--seconds S]          default searches beside exhaustive ones
 scripts/bench regional [--only MODEL ...] [--out DIR] Inductor by regions beside the whole
 scripts/bench programs [--out DIR]                    programs accelerated in place, end to end
+scripts/bench pipelines [--only NAME ...] [--out DIR] pipelines in place beside torch.compile
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
 scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
@@ -437,6 +438,9 @@ def main() -> None:
     streams.add_argument("--quick", action="store_true", help="try the script: no result")
     programs = commands.add_parser("programs", help="programs accelerated in place, end to end")
     programs.add_argument("--out", type=Path, default=RESULTS)
+    pipelines = commands.add_parser("pipelines", help="pipelines in place beside torch.compile")
+    pipelines.add_argument("--only", nargs="+", default=[], metavar="NAME", help="a part of names")
+    pipelines.add_argument("--out", type=Path, default=RESULTS)
     regional = commands.add_parser("regional", help="Inductor by regions beside the whole")
     regional.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     regional.add_argument(
@@ -502,6 +506,10 @@ def main() -> None:
         from .programs.run import benchmark as programs_in_place
 
         sys.exit(bool(programs_in_place(given.out)))
+    elif given.command == "pipelines":
+        from .programs.pipelines import benchmark as pipelines_in_place
+
+        sys.exit(bool(pipelines_in_place(given.out, given.only)))
     elif given.command == "regional":
         from .regional.run import benchmark as by_regions
 

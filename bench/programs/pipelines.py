@@ -177,8 +177,12 @@ def whisper() -> Program:
 
 def bert() -> Program:
     """A text classification pipeline, one sentence a call."""
-    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
-    from transformers import TextClassificationPipeline
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        BertTokenizerFast,
+        TextClassificationPipeline,
+    )
 
     file = Path(__file__).parents[2] / "examples" / "sentences.txt"
     sentences = file.read_text(encoding="utf-8").splitlines()
@@ -266,7 +270,7 @@ def _leaves(result: Any) -> list[Any]:
 
 
 def _difference(mine: Sequence[Any], its: Sequence[Any]) -> float:
-    """The largest difference of two results; infinite where a text or a number of tokens differs."""
+    """The largest difference of two results; infinite where texts or shapes differ."""
     worst = 0.0
     for a, b in zip(mine, its, strict=True):
         if isinstance(a, torch.Tensor):

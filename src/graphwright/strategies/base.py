@@ -57,7 +57,8 @@ class Built:
         notes: what a reader of the report should know about it.
         holds_weights: whether it keeps weights of its own (copied, folded or frozen), so that later
             in-place changes of the model's parameters have no effect on it.
-        launch: a faster way to call it with a list of its tensors, if there is one.
+        launch: a faster way to call it, if there is one, with the arguments in a row: tensors and
+            plain values, in the order of the sample's.
         plain: whether it runs the model's own Python and operations, which modes can see.
         save: writes files for the compiler's `load` to a folder, and returns tensors to save with
             them, which buckets share.
@@ -73,7 +74,7 @@ class Built:
     call: Callable[..., Any]
     notes: list[str] = field(default_factory=list)
     holds_weights: bool = False
-    launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
+    launch: Callable[[Sequence[Any]], Any] | None = None
     plain: bool = False
     save: Callable[[Path], SavedTensors | None] | None = None
     ranged: bool = False

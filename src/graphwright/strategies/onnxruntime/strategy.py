@@ -150,7 +150,8 @@ class OnnxRuntime:
             graph=self.cuda_graphs,
         )
 
-        def launch(tensors: Sequence[torch.Tensor]) -> Any:
+        def launch(leaves: Sequence[Any]) -> Any:
+            tensors = [leaves[slot] for slot in plan.slots]
             made = session(tensors)
             for number, (kind, which) in plan.same.items():
                 made[number] = tensors[which] if kind == "input" else made[which]
@@ -158,7 +159,7 @@ class OnnxRuntime:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves, _ = flatten(args, kwargs)
-            return launch([leaves[slot] for slot in plan.slots])
+            return launch(leaves)
 
         def save(target: Path) -> None:
             text = plan.text()
