@@ -68,7 +68,8 @@ def assert_same(mine: Cache, its: Cache) -> None:
 
 def was_in_place(graph: CapturedCall) -> bool:
     """Whether the last call was answered without copies."""
-    return graph._in_place is not None and graph._last is graph._in_place
+    own = graph.recorded.for_sample
+    return own is not None and graph._last is own
 
 
 def test_the_samples_cache_is_neither_copied_nor_changed_by_a_capture(device: torch.device) -> None:
@@ -76,9 +77,10 @@ def test_the_samples_cache_is_neither_copied_nor_changed_by_a_capture(device: to
     before = copy.deepcopy(cache)
     graph = captured(step, x, cache)
     assert_same(cache, before)
-    assert graph._in_place is not None
-    assert graph._in_place.sources == [0]
-    assert len(graph._in_place.in_place) == 2 * LAYERS + 1
+    own = graph.recorded.for_sample
+    assert own is not None
+    assert own.sources == [0]
+    assert len(own.in_place) == 2 * LAYERS + 1
     for turn in range(2 * LENGTH):
         torch.testing.assert_close(graph(x + turn, cache), step(x + turn, before))
         assert_same(cache, before)
@@ -113,7 +115,7 @@ def test_what_is_copied_in_any_case(
     graph, mine = captured(step, x, cache, **options), copy.deepcopy(cache)
     torch.testing.assert_close(graph(x, cache), step(x, mine))
     assert_same(cache, mine)
-    assert graph._in_place is None
+    assert graph.recorded.for_sample is None
 
 
 @pytest.mark.parametrize("change", ["freed", "moved", "taken over"])

@@ -173,8 +173,6 @@ class CapturedCall(Graph):
         self._watch: ModuleWatch | None = None
         # Addresses of memory that the call uses by itself.
         self._outside: set[int] = set()
-        # A second recording, which answers calls with the sample's own cache.
-        self._in_place: Recorded | None = None
         # The recording that the last call or replay has used.
         self._last: Recorded | None = None
         self._specify(spec, places)
@@ -568,9 +566,7 @@ class CapturedCall(Graph):
         recorded = self._recorded
         if recorded is None:
             recorded = self.recorded  # Says what is wrong.
-        chosen, in_place = recorded, self._in_place
-        if in_place is not None and in_place.is_in_place(leaves):
-            chosen = in_place
+        chosen = recorded.best_for(leaves)
         if self.mutates or recorded.tree is not None:
             # What is worked on in place was looked at with the sample.
             self.check_overlap([leaves[slot] for slot in chosen.apart])
@@ -916,8 +912,9 @@ class CapturedCall(Graph):
 
         That saves copies, and takes memory: where a pool has a limit it is left out.
         """
-        spec, warmed = self.spec, self._warmed
+        spec, warmed, recorded = self.spec, self._warmed, self._recorded
         assert warmed is not None
+        assert recorded is not None
         if not (spec.in_place and spec.fresh) or self._planned or self.pool.limit is not None:
             return
         slots = left_in_place(self._sample, warmed.mutated, self.device)
@@ -929,7 +926,7 @@ class CapturedCall(Graph):
             generator_kept(warmed.draws),
             answering_as_eager(self._mode.as_eager),
         ):
-            self._in_place = record_call(
+            own = record_call(
                 spec,
                 self._sample,
                 warmed,
@@ -939,6 +936,7 @@ class CapturedCall(Graph):
                 self._results_of,
                 slots,
             )
+        self._recorded = replace(recorded, for_sample=own)
 
     def _results_of(self, tree: Any) -> Any:
         """What the caller is to get, of what the work returned."""
@@ -991,8 +989,8 @@ class CapturedCall(Graph):
     def _forget(self) -> None:
         """Drop what was recorded; the call can be recorded again."""
         recording, self._recording = self._recording, None
-        in_place, self._in_place = self._in_place, None
-        for each in (recording, None if in_place is None else in_place.recording):
+        own = None if self._recorded is None else self._recorded.for_sample
+        for each in (recording, None if own is None else own.recording):
             if each is not None:
                 retire(self.pool, each)
         if self._planned is not None:

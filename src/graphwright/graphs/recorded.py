@@ -36,6 +36,7 @@ class Recorded:
         in_place: of arguments that it works on where the sample has them: positions, addresses at
             the time of the recording, and the tensors.
         apart: positions of the other arguments that are tensors.
+        for_sample: the same call recorded in place, for calls with the sample's own cache.
     """
 
     recording: Recording
@@ -50,6 +51,12 @@ class Recorded:
     meets_objects: bool
     in_place: Sequence[tuple[int, int, torch.Tensor]]
     apart: Sequence[int]
+    for_sample: Recorded | None = None
+
+    def best_for(self, leaves: Sequence[Any]) -> Recorded:
+        """What answers a call with some leaves: this, or without copies of the sample's cache."""
+        own = self.for_sample
+        return self if own is None or not own.is_in_place(leaves) else own
 
     def replay(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
         """Replay for the leaves of a call's arguments; the copies of the bases for the caller."""
