@@ -323,7 +323,7 @@ def test_a_write_during_a_look_is_noticed_by_the_next(monkeypatch: pytest.Monkey
 def test_a_captured_call_may_wait_for_a_thread_that_calls_a_part_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("graphwright.graphs.turns._CALL_PATIENCE_S", 0.1)
+    monkeypatch.setattr("graphwright.graphs.capture_turns._CALL_PATIENCE_S", 0.1)
     with ThreadPoolExecutor(2) as executor:
 
         class Ensemble(nn.Module):

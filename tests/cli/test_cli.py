@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from graphwright.cli.main import main
-from graphwright.cli.outputs import Unpadded
+from graphwright.cli.output_files import Unpadded
 from graphwright.cli.targets import load_target, parse_input
 from graphwright.errors import GraphwrightError, TargetError
 from graphwright.report.terminal import printing

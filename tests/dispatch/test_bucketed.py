@@ -25,9 +25,9 @@ from torch.export import Dim
 import graphwright as gw
 from graphwright.calls.signature import CallSignature
 from graphwright.calls.snapshots import layout
-from graphwright.graphs import turns
+from graphwright.graphs import capture_turns
 from graphwright.graphs.memory import MemoryPool
-from graphwright.shapes import family, outputs, symbolic
+from graphwright.shapes import family, output_shapes, symbolic
 from graphwright.shapes.dimensions import Dimensions
 from graphwright.shapes.dynamic_signature import DynamicSignature
 from graphwright.shapes.family import ShapeFamily
@@ -115,7 +115,7 @@ def test_shapes_that_symbols_do_not_give_are_fitted(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> Any:
-        raise outputs.Underivable("no symbols")
+        raise output_shapes.Underivable("no symbols")
 
     monkeypatch.setattr(symbolic, "_derive", fails)
     statistics = as_eager(ACCEPTED[name], device).statistics
@@ -127,7 +127,7 @@ def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*args: Any) -> Any:
-        raise outputs.Underivable("no symbols")
+        raise output_shapes.Underivable("no symbols")
 
     monkeypatch.setattr(symbolic, "_derive", fails)
     graphed = ACCEPTED["half the length"].graphed(device)[1]
@@ -719,13 +719,13 @@ def test_failures_are_counted_for_each_kind_until_a_release() -> None:
 def test_other_threads_at_work_refuse_nothing_for_good(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(capture_turns, "PATIENCE_S", 0.01)
     model = rows_model(device)
     graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
     busy, done = threading.Event(), threading.Event()
 
     def work() -> None:
-        with turns.turns_of(model).calling():
+        with capture_turns.turns_of(model).calling():
             busy.set()
             done.wait(60)
 
@@ -749,7 +749,7 @@ def test_an_eager_call_that_needs_the_pool_does_not_stop_prepare(
 ) -> None:
     model = rows_model(device)
     graphed = gw.graph(model, buckets=buckets)
-    mine, inside = turns.turns_of(model), threading.Event()
+    mine, inside = capture_turns.turns_of(model), threading.Event()
 
     def work() -> None:
         with mine.calling():

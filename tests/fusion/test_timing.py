@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.fusion import pass_manager, timing
+from graphwright.fusion import pass_manager, pass_timing
 from graphwright.ops.fused import compiling, fused_operator, launch_cache
 from graphwright.ops.fused.fused_operator import FusedOperator
 from graphwright.strategies.fused import FUSED
@@ -50,7 +50,8 @@ def test_a_group_that_loses_time_is_left_out(
     body, x = model(device)
     everything = changed_by(gw.fuse(body, (x,), measure=False))
     groups = {
-        name: {each.name for each in group} & everything for name, group in timing.GROUPS.items()
+        name: {each.name for each in group} & everything
+        for name, group in pass_timing.GROUPS.items()
     }
     groups = {name: passes for name, passes in groups.items() if passes}
     first = next(iter(groups))
@@ -68,7 +69,7 @@ def test_a_group_that_loses_time_is_left_out(
 def test_what_a_group_wins_is_told(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     body, x = model(device)
     everything = changed_by(gw.fuse(body, (x,), measure=False))
-    timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
+    timed_as(monkeypatch, dict.fromkeys([*pass_timing.GROUPS, pass_manager.ALL], 0.25))
     fused = gw.fuse(body, (x,), measure=True)
     assert changed_by(fused) == everything
     assert fused.regions[0].gained
@@ -125,7 +126,7 @@ def test_a_gpu_is_timed_by_itself_unless_passes_are_named(
 ) -> None:
     monkeypatch.setattr(pass_manager, "MEASURED", frozenset({device.type}))
     body, x = model(device)
-    asked = timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
+    asked = timed_as(monkeypatch, dict.fromkeys([*pass_timing.GROUPS, pass_manager.ALL], 0.25))
     gw.fuse(body, (x,), passes=["norms", "activations", "convolutions"])
     gw.fuse(body, (x,), measure=False)
     assert not asked
@@ -143,7 +144,7 @@ def test_the_strategy_times_its_passes(
 ) -> None:
     monkeypatch.setattr(pass_manager, "MEASURED", frozenset({device.type}))
     body, x = model(device)
-    asked = timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
+    asked = timed_as(monkeypatch, dict.fromkeys([*pass_timing.GROUPS, pass_manager.ALL], 0.25))
     FUSED.build(body, (x,), {})
     assert asked
 
@@ -308,5 +309,5 @@ def test_the_faster_call_is_seen(device: torch.device) -> None:
             x = x @ weight
         return x
 
-    few, many = timing.compared((once, often), (weight,), {}, device)
+    few, many = pass_timing.compared((once, often), (weight,), {}, device)
     assert 4 * few < many

@@ -21,7 +21,7 @@ from graphwright.calls import snapshots
 from graphwright.calls.snapshots import ModuleState, same_bits
 from graphwright.fusion.nodes import calls
 from graphwright.fusion.passes.base import Change, Pass
-from graphwright.graphs.segments.observation import reads_of_arguments
+from graphwright.graphs.segments.observing_tracer import reads_of_arguments
 
 # So many elements are more than a snapshot copies before they are used.
 MANY = 1 << 18

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright.graphs.cuda import driver
-from graphwright.graphs.cuda.timing import Span, spans_of, with_times
+from graphwright.graphs.cuda.node_times import Span, spans_of, with_times
 from graphwright.graphs.inspection.node import arranged
 from graphwright.graphs.inspection.table import short_name
 

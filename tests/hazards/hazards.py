@@ -44,8 +44,8 @@ from graphwright.graphs import capture as capture_module
 from graphwright.graphs import graph as graph_module
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cpu import recorder as cpu
-from graphwright.graphs.cuda import capture, streams
 from graphwright.graphs.cuda import recorder as cuda
+from graphwright.graphs.cuda import stream_capture, streams
 from graphwright.graphs.graph import Graph
 from graphwright.graphs.journal import Journal
 
@@ -749,7 +749,7 @@ def an_interrupted_capture_leaves_nothing(device: torch.device) -> None:
 
 
 def abandoned_captures_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture, "_abandon", lambda *args: None)
+    patch.setattr(stream_capture, "_abandon", lambda *args: None)
 
 
 @hazard(9, abandoned_captures_stay, only="cuda", isolated=True)

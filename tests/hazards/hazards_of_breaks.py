@@ -13,7 +13,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.graphs import python_state
-from graphwright.graphs.segments import observation as observing
+from graphwright.graphs.segments import observing_tracer as observing
 from graphwright.graphs.segments import recording, segment, steps, tracer
 from graphwright.shapes import eligibility
 

@@ -27,7 +27,7 @@ from graphwright.shapes import (
     comparison,
     dynamic_signature,
     family,
-    outputs,
+    output_shapes,
     padding,
     proof,
     sampler,
@@ -348,7 +348,7 @@ def fillings_are_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
             leaves = sampler.padded(original(sampler, sizes), verdicts.bucket, filling, _SEED)
             with self._from_now() if self._state is None else contextlib.nullcontext():
                 found.append(self._run(leaves)[0])
-        cuts = outputs.cuts_of(verdicts.shapes, sizes, verdicts.bucket)
+        cuts = output_shapes.cuts_of(verdicts.shapes, sizes, verdicts.bucket)
         pairs = zip(*(outcome.outputs.values() for outcome in found), cuts, strict=True)
         for one, two, ways in pairs:
             if isinstance(one, torch.Tensor) and not torch.allclose(
@@ -375,7 +375,7 @@ def nothing_is_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def branches_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(outputs.OutputShapes, "way", lambda self, sizes: ())
+    patch.setattr(output_shapes.OutputShapes, "way", lambda self, sizes: ())
 
 
 def _add_refused(name: str, case: Case) -> None:

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 import graphwright as gw
 from graphwright.ops.custom import building
-from graphwright.ops.custom.diagnosis import diagnosed
+from graphwright.ops.custom.build_errors import diagnosed
 from graphwright.ops.custom.operator import Function
 from graphwright.ops.custom.sources import unit
 

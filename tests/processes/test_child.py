@@ -24,7 +24,7 @@ from graphwright.diagnosis import faults
 from graphwright.ops import compiled_checks
 from graphwright.ops.fused import compiling
 from graphwright.processes.child import GARBLED, KILLED, Child
-from graphwright.processes.process import children_of
+from graphwright.processes.linux import children_of
 from graphwright.tuning import background
 from graphwright.tuning.background import _NO_SEARCH
 from graphwright.tuning.workers import fork_server

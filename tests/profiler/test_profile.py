@@ -24,7 +24,7 @@ from graphwright.profiler.sentences import told
 from graphwright.profiler.timing import thread_times
 from graphwright.profiler.trace import TracedCall
 from graphwright.profiler.verdict import Cause, CpuFigures, of_cpu
-from graphwright.profiler.waits import WaitClock
+from graphwright.profiler.wait_clock import WaitClock
 from graphwright.report.table import duration
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.calls.snapshots import Call
-from graphwright.evaluation.bounds import host_seconds
+from graphwright.evaluation.host_floor import host_seconds
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status

@@ -142,7 +142,7 @@ TELL = {
     "calls/modules.py:ModuleProxy.__getattr__": "compiled code gets the method itself",
     "calls/signature.py:CallSignature.differences": "says it in words",
     "calls/signature.py:RangedSignature.differences": "says it in words",
-    "artifacts/entries.py:Entries.differences": "says it in words",
+    "artifacts/built_calls.py:Entries.differences": "says it in words",
     "dispatch/bucketed_callable.py:BucketedCallable._answer_padded": "a proof comes before it",
     "dispatch/fast_path.py:_fast.fast": "a faster way to the same answer",
     "graphs/composition.py:apart_from_capture": "gives the answer to others",

@@ -33,10 +33,10 @@ from ..calls.signature import CallSignature, RangedSignature
 from ..calls.snapshots import same_bits
 from ..calls.split import Args, Kwargs
 from ..calls.threads import others_run
+from ..graphs.capture_turns import Busy, turns_of
 from ..graphs.conditions import as_captured, autocast_cache_apart, for_inference, pretend_capturing
 from ..graphs.journal import Journal
 from ..graphs.python_state import PythonState
-from ..graphs.turns import Busy, turns_of
 
 # Forms of calls of one module for which a proof is tried.
 _MAX_FORMS = 8

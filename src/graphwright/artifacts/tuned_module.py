@@ -40,7 +40,7 @@ from ..report.report import Report
 from ..report.result import EAGER
 from ..report.table import duration, ratio
 from ..strategies.base import Built, Candidate
-from .entries import Entries, Entry
+from .built_calls import Entries, Entry
 from .padded_calls import OTHER_KIND, PaddedCalls
 from .proved_forms import ProvedForms
 from .untuned_calls import (

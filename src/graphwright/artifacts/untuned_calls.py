@@ -14,7 +14,7 @@ from ..calls.split import Args, Kwargs
 from ..dispatch.decision import CAPTURED, CHANGED, GRADIENTS, TRANSFORMED
 from ..dispatch.fallback import Fallback, Words
 from ..errors import SignatureError
-from ..graphs.turns import turns_of
+from ..graphs.capture_turns import turns_of
 
 # Reasons why a call falls back to the module that hold for what was tuned alone.
 NOTHING_TUNED, OTHER, NO_BUCKET = "nothing tuned", "another signature", "no bucket"

@@ -24,7 +24,7 @@ import click
 
 from .._version import __version__
 from .interrupts import CTRL_C, EXIT_INTERRUPTED
-from .outputs import (
+from .output_files import (
     EXIT_BAD_INPUT,
     Unpadded,
     check_files,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from ..processes.process import end_with_parent
+from ..processes.linux import end_with_parent
 from .main import main
 
 if __name__ == "__main__":

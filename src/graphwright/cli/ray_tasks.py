@@ -24,7 +24,7 @@ from ..report.report import Report
 from ..report.table import NO_FIGURE, ratio
 from ..report.terminal import printing
 from ..serving.ray import check_installed
-from .outputs import EXIT_BAD_INPUT
+from .output_files import EXIT_BAD_INPUT
 
 # Within which a cluster has to answer.
 _ANSWERS_S = 5.0

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from ..calls.objects import build, flatten_result
 from ..calls.options import count_problem, in_brief, names_checked, refuse
 from ..errors import OptionError, SignatureError
-from .holders import held_elsewhere, may_fill_again
+from .batch_reuse import held_elsewhere, may_fill_again
 
 Batch = TypeVar("Batch")
 # The types of devices whose autocast a loader may use.

@@ -18,6 +18,7 @@ from ..calls.modules import FunctionModule
 from ..calls.signature import CallSignature, inside_transform, quick_key
 from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import CaptureError, OptionError, PaddingError, SignatureError, in_a_row
+from ..graphs.capture_turns import Busy
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.memory import budget_of
@@ -28,7 +29,6 @@ from ..graphs.taken_apart import (
     holds_objects,
     with_objects,
 )
-from ..graphs.turns import Busy
 from ..report.progress import Progress
 from ..shapes.buckets import PADDING, Buckets
 from ..shapes.dimensions import portable

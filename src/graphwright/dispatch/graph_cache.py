@@ -15,10 +15,10 @@ from ..calls.signature import CallSignature, quick_key
 from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
+from ..graphs.capture_turns import turns_of
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.graph import GraphState
 from ..graphs.memory import MemoryPool, closings_of, lock_of, touch, trim
-from ..graphs.turns import turns_of
 from .fast_path import Shortcut
 from .payoff import Payoff
 

@@ -56,6 +56,7 @@ from ..errors import (
 from ..evaluation.accuracy import difference
 from ..graphs import capture_budget
 from ..graphs.capture_budget import WORTH_CALLS, Capture, now
+from ..graphs.capture_turns import Busy
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tensors
@@ -64,7 +65,6 @@ from ..graphs.memory import MemoryPool, budget_of, pool_problem
 from ..graphs.python_state import StateChanges
 from ..graphs.static_tensors import Around
 from ..graphs.taken_apart import TakenApart
-from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, progress_shown
 from .answerer import SizesAnswered

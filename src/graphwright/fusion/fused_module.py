@@ -45,6 +45,7 @@ from ..dispatch.answerer import SizesAnswered
 from ..dispatch.decision import CAPTURED, CHANGED, FIRST, GRADIENTS, TRANSFORMED
 from ..dispatch.fallback import Fallback, Words
 from ..errors import OptionError, SignatureError, first_line, in_words
+from ..graphs.capture_turns import turns_of
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -62,7 +63,6 @@ from ..graphs.taken_apart import (
     seconds_with_objects,
     with_objects,
 )
-from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, progress_shown
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named

@@ -33,8 +33,9 @@ from ..graphs.conditions import for_inference, garbage_collection_off
 from ..graphs.python_state import PythonState
 from ..ops.fused.compiling import Compiling
 from ..ops.fused.fused_operator import prepare_triton
-from .kernels import asking_for_kernels
+from .kernel_precompilation import asking_for_kernels
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
+from .pass_timing import GROUPS, WORTH, LastCall, compared
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Change, Pass
 from .passes.epilogues import EPILOGUES
@@ -45,7 +46,6 @@ from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
 from .passes.norms import NORMS, RESIDUALS
 from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from .sharing import share_constants
-from .timing import GROUPS, WORTH, LastCall, compared
 from .tracing import GraphCall, NotTraced, Traced, trace
 
 # In this order: what one leaves is what the next one looks for.

@@ -29,7 +29,7 @@ from ..calls.split import Args, Kwargs, flatten, unflatten
 from ..errors import GraphwrightError, first_line
 from ..graphs.conditions import answering_as_eager, pretend_capturing, questions
 from ..graphs.python_state import PythonState
-from ..graphs.segments.observation import reads_of_arguments
+from ..graphs.segments.observing_tracer import reads_of_arguments
 from ..ops.fused.launch_cache import Launch, answering
 from .nodes import constant, leaf_names, roots, written_by
 

@@ -29,6 +29,7 @@ from . import as_eager
 from .as_eager import CaptureMode
 from .call_spec import CallSpec
 from .call_work import CallWork
+from .capture_turns import Busy
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, answering_as_eager
 from .effects import Outcome
@@ -61,7 +62,6 @@ from .segments.tracer import Untraceable
 from .segments.tree import SegmentTree
 from .static_tensors import Around, Finish, Launch, StaticInputs, left_in_place
 from .transaction import let_go, transaction
-from .turns import Busy
 from .warmup import RunsOtherwise, Warmed, warm
 
 Outputs = Literal["fresh", "static"]

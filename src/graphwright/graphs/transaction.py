@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
+from .capture_turns import turns_of
 from .conditions import as_captured, capturing_now, for_inference, refuse_hooks_for_saved_tensors
 from .journal import seeded_on_gpu
 from .memory import MemoryPool, sweep
 from .python_state import PythonState
-from .turns import turns_of
 
 
 @contextlib.contextmanager

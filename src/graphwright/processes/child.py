@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from .process import kill_group, last_line
+from .linux import kill_group, last_line
 
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 # Seconds between two looks whether it has ended: at first, and later.

@@ -50,7 +50,7 @@ from .verdict import (
     of_gpu,
     parts_on_cpu,
 )
-from .waits import WaitClock
+from .wait_clock import WaitClock
 
 # Calls under the stopwatch, and seconds for them and for sampling lines.
 _WATCHED, _WATCHED_S, _SAMPLED_S = 20, 1.0, 0.4

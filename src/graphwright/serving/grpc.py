@@ -16,7 +16,7 @@ from open_inference.grpc import protocol as messages
 
 from . import grpc_codec, requests
 from . import grpc_extensions as extensions
-from .aside import SMALL, called
+from .off_loop import SMALL, called
 from .protocol import ErrorKind, InferRequest, RequestError
 from .service import Limits, Service
 

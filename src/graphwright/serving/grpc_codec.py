@@ -15,7 +15,7 @@ from ..calls.options import in_brief
 from ..calls.plurals import counted
 from . import grpc_extensions as extensions
 from . import requests
-from .aside import SMALL
+from .off_loop import SMALL
 from .protocol import (
     BYTES,
     Duration,

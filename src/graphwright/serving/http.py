@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import http_codec as codec
-from .aside import SMALL, called
+from .off_loop import SMALL, called
 from .protocol import ErrorKind, InferRequest, InferResponse, RequestError
 from .requests import check_token
 from .service import Limits, Service

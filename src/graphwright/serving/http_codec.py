@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..calls.plurals import counted
-from .aside import SMALL
+from .off_loop import SMALL
 from .protocol import (
     BYTES,
     DATATYPES,

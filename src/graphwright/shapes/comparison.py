@@ -10,7 +10,7 @@ import torch
 from ..calls.snapshots import CallOutcome, layout, same_value
 from ..errors import first_line
 from ..evaluation.accuracy import ROUNDING, as_float64, error_of, special_values
-from .outputs import cuts_of
+from .output_shapes import cuts_of
 from .padding import Cut, Geometry, Sizes, cut_to
 from .verdicts import Verdicts
 

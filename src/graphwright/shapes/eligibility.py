@@ -20,7 +20,7 @@ from ..calls.split import leaf_names
 from ..evaluation.accuracy import difference
 from ..graphs.host_draws import is_foreign
 from ..graphs.journal import Journal
-from ..graphs.segments.observation import reads_of_arguments
+from ..graphs.segments.observing_tracer import reads_of_arguments
 from ..graphs.taken_apart import holds_objects
 from .aliasing import Sharing, pattern_of
 from .dynamic_signature import DynamicSignature

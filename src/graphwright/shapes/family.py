@@ -16,12 +16,12 @@ from ..calls.snapshots import ModuleState, clone_leaves, layout
 from ..calls.split import Args, Kwargs, flatten, leaf_names, unflatten
 from ..errors import CaptureError, SignatureError
 from ..evaluation.accuracy import difference
+from ..graphs.capture_turns import Busy, turns_of
 from ..graphs.host_draws import Draw
 from ..graphs.journal import Journal
 from ..graphs.memory import MemoryPool, lock_of
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
-from ..graphs.turns import Busy, turns_of
 from ..report.progress import SHORT_S, progress_shown
 from .aliasing import pattern_of
 from .dimensions import shape_at

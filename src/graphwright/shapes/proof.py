@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..calls.dependence import InputDependence
+from ..calls.input_dependence import InputDependence
 from ..calls.snapshots import Call, CallOutcome, ModuleState, layout, outputs_by_name, run
 from ..calls.split import argument_names, flatten
 from ..errors import first_line
@@ -28,7 +28,7 @@ from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
 from .aliasing import Sharing, shares_alike
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
-from .outputs import OutputShapes, steps_of
+from .output_shapes import OutputShapes, steps_of
 from .padding import PaddingPlan, Sizes
 from .positions import HOLDS_POSITIONS, Positions
 from .sampler import CallSampler, ValueChange

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.snapshots import layout
 from ..errors import CaptureError, first_line
-from .outputs import Leaf, OutputShapes, Underivable, steps_of, symbols_of
+from .output_shapes import Leaf, OutputShapes, Underivable, steps_of, symbols_of
 from .padding import Sizes
 from .sampler import CallSampler
 from .symbolic import derive

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modes import OperationMode, SharedSwitch
 from ..errors import CaptureError, first_line
 from .dimensions import Axes
-from .outputs import Leaf, OutputShapes, Underivable, symbols_of
+from .output_shapes import Leaf, OutputShapes, Underivable, symbols_of
 from .padding import Sizes, memory_format
 from .sampler import CallSampler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .outputs import OutputShapes, cuts_of
+from .output_shapes import OutputShapes, cuts_of
 from .padding import Cut, Sizes
 
 Names = tuple[str, ...]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..calls.dependence import InputDependence
+from ..calls.input_dependence import InputDependence
 from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
 from ..calls.snapshots import ModuleState, clone_leaves

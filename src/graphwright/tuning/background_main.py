@@ -28,7 +28,7 @@ from ..artifacts.saving import save_choice
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, first_line, in_words
 from ..processes.environment_variables import CANDIDATE
-from ..processes.process import adopt_orphans, end_with_parent, kill_children
+from ..processes.linux import adopt_orphans, end_with_parent, kill_children
 from ..report.result import EAGER, Row, Status
 from .background import SearchOrder
 from .tuner import Tuning

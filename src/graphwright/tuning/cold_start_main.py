@@ -26,7 +26,7 @@ from ..calls.snapshots import ModuleState, run
 from ..errors import in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
-from ..processes.process import end_with_parent
+from ..processes.linux import end_with_parent
 from ..report.result import Status
 from ..strategies.base import Candidate
 from .cold_start import ARTIFACT, ORDER, StartOrder

@@ -21,7 +21,7 @@ from ..calls.snapshots import Call, run
 from ..calls.split import Args, Kwargs
 from ..errors import in_words
 from ..evaluation.accuracy import ErrorMeasure, tensors_in
-from ..evaluation.device_turns import alone_on
+from ..evaluation.gpu_turns import alone_on
 from ..evaluation.measurement import (
     Measurement,
     MemoryMeter,

@@ -20,11 +20,11 @@ from ..journal import Journal, users_of
 from ..random_state import put_seed, put_state
 from ..recorder import Allocate, Interrupted, Prepared, Work
 from . import driver
-from .capture import capturing
 from .driver import CopyNode
 from .reading import CaptureObserver
 from .recording import CudaRecording, find_copies
 from .side_streams import SideStreams
+from .stream_capture import capturing
 from .streams import CaptureStream, PreparedThreads
 
 Made = TypeVar("Made")

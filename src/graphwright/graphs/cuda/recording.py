@@ -14,7 +14,7 @@ from ...errors import CaptureError
 from ..inspection.node import Node
 from ..marks import mark, wanted
 from ..static_tensors import byte_view
-from . import driver, reading, timing
+from . import driver, node_times, reading
 from .driver import CopyNode
 
 
@@ -106,7 +106,7 @@ class CudaRecording:
         copies, handles = self._copies(), reading.handles_of(self._graph.raw_cuda_graph())
         off = {index for index, handle in enumerate(handles) if handle in copies}
         device = next((feed.device for feed in self._feeds), None)
-        return timing.with_times(nodes, timing.spans_of(self.replay, device), off)
+        return node_times.with_times(nodes, node_times.spans_of(self.replay, device), off)
 
     def _copies(self) -> dict[int, str]:
         """Handles of the nodes that copy arguments in and results out, and what they do."""

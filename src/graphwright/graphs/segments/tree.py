@@ -33,7 +33,7 @@ from ..static_tensors import (
     copy,
 )
 from ..transaction import let_go, transaction
-from .observation import ObservingTracer
+from .observing_tracer import ObservingTracer
 from .recording import RecordingTracer
 from .segment import Break, Segment
 from .steps import New, Step, bytes_of

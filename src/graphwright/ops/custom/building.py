@@ -29,7 +29,7 @@ import torch
 from ...errors import ExtensionError
 from ...processes.environment_variables import cache_folder
 from ...report.progress import SHORT_S, progress_shown
-from .diagnosis import diagnosed
+from .build_errors import diagnosed
 from .sources import Unit
 
 # Bumped when what is made of the same source changes.

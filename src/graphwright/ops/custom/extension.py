@@ -24,8 +24,8 @@ from ...calls.options import (
     texts_problem,
 )
 from ...errors import ExtensionError, OptionError
+from .build_errors import not_loaded, not_registered
 from .building import Flags, forget, is_current, library
-from .diagnosis import not_loaded, not_registered
 from .operator import Function, Operator, Token, check_name
 from .registration import known_to_caches, register, suffix_of, validate
 from .sources import Source, Unit, unit

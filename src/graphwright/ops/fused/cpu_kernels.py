@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from ..custom.build_errors import not_registered
 from ..custom.building import Flags, library
-from ..custom.diagnosis import not_registered
 from ..custom.sources import unit
 from . import norms, softmax
 from .activations import SWIGLU

@@ -18,7 +18,7 @@ from ...errors import CaptureError
 from ...graphs.conditions import THREAD
 from ...graphs.recorder import Recording
 from ...graphs.static_tensors import CopyPlan, Geometry, StaticInputs, copy
-from .outputs import Outputs
+from .backward_outputs import Outputs
 
 # Seconds that a backward waits for a capture on another thread.
 _PATIENCE_S = 60.0

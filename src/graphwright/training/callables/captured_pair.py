@@ -49,10 +49,10 @@ from ...graphs.recorder import Interrupted
 from ...graphs.static_tensors import hosts_among
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
+from .activation_set_limit import Refusal, SetLimit
 from .activations import Activations, Answer, Lease, Replay
 from .forward_backward import Passes
 from .pair_recorder import PairRecorder
-from .set_limit import Refusal, SetLimit
 
 # Pools, by id, in which a pair is being captured.
 BUSY: set[int] = set()

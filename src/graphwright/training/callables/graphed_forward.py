@@ -32,12 +32,12 @@ from ...dispatch.graphed_callable import OnMiss
 from ...dispatch.waiting import WaitingCalls
 from ...errors import GraphwrightError, SignatureError, in_a_row
 from ...graphs import capture_budget
+from ...graphs.capture_turns import turns_of
 from ...graphs.conditions import THREAD
 from ...graphs.memory import MemoryPool, budget_of, lock_of
-from ...graphs.turns import turns_of
+from .activation_set_limit import Refusal
 from .activations import Lease
 from .captured_pair import BUSY, CapturedPair
-from .set_limit import Refusal
 
 # How many pairs of graphs are kept; beyond that the least recently used one is closed.
 _MAX_PAIRS = 32

@@ -15,8 +15,8 @@ from ...graphs.recorder import Recorder, SegmentRecorder
 from ...graphs.static_tensors import CopyPlan, Geometry, StaticInputs, byte_view, is_dense
 from ...graphs.warmup import Warmed
 from .activations import Activations, Backward
+from .backward_outputs import Outputs
 from .forward_backward import MemoryObserver, Passes
-from .outputs import Outputs
 
 
 class PairRecorder:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from ...errors import first_line
-from ...processes.process import adopt_orphans, end_with_parent, kill_children
+from ...processes.linux import adopt_orphans, end_with_parent, kill_children
 from ...report.result import Status
 from ..trial import SharedBuild
 from .fork_server import MAX_MESSAGE

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...calls.switches import differences
 from ...evaluation.measurement import MemoryMeter
-from ...processes.process import children_of, resident_bytes
+from ...processes.linux import children_of, resident_bytes
 from ...report.table import memory
 from ..trial import CandidateEvaluator
 from .settings import ProcessSettings

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from ...processes.child import KILLED, ending
-from ...processes.process import kill_group, resident_bytes
+from ...processes.linux import kill_group, resident_bytes
 from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from typing import IO
 
-from ...processes.process import kill_group, last_line, resident_bytes
+from ...processes.linux import kill_group, last_line, resident_bytes
 from ...report.result import Row
 from ...strategies.base import Candidate
 from .fork_server import ForkServer

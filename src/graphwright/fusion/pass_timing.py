@@ -16,7 +16,7 @@ import torch
 from ..calls.first_use import unseen
 from ..calls.split import Args, Kwargs
 from ..evaluation.clock import event_seconds, seconds_of
-from ..evaluation.device_turns import alone_on
+from ..evaluation.gpu_turns import alone_on
 from ..graphs.capture import capturing
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Pass

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphwright.evaluation import device_turns
-from graphwright.evaluation.device_turns import alone_on, turn_of
-from graphwright.fusion import timing
+from graphwright.evaluation import gpu_turns
+from graphwright.evaluation.gpu_turns import alone_on, turn_of
+from graphwright.fusion import pass_timing
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -81,7 +81,7 @@ def test_where_there_is_no_folder_for_temporary_files(monkeypatch: pytest.Monkey
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(gpu_turns, "PATIENCE_S", 0.2)
     with turn_of(str(tmp_path / "lock")), turn_of(str(tmp_path / "lock")):
         pass
 
@@ -96,7 +96,7 @@ def test_a_file_that_cannot_be_locked_is_done_without(tmp_path: Path, name: str)
 
 
 def test_the_cpu_has_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_turns, "turn_of", None)
+    monkeypatch.setattr(gpu_turns, "turn_of", None)
     with alone_on(torch.device("cpu")):
         pass
 
@@ -118,9 +118,9 @@ def test_passes_are_compared_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         seen.append("ends")
 
-    monkeypatch.setattr(timing, "alone_on", noted)
+    monkeypatch.setattr(pass_timing, "alone_on", noted)
     calls = [lambda x: seen.append("runs"), lambda x: None]
-    timing.compared(calls, (torch.ones(1),), {}, torch.device("cpu"))
+    pass_timing.compared(calls, (torch.ones(1),), {}, torch.device("cpu"))
     begins, ends = seen.index("begins"), seen.index("ends")
     assert "runs" in seen[begins:ends]
     assert "runs" not in seen[ends:]
