@@ -540,14 +540,14 @@ def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> No
 
 ENDING = """
 import os, signal, sys
-from graphwright.processes import process
+from graphwright.processes import linux
 from graphwright.tuning.workers import fork_server_main
 ended = []
 def kill_children(spared=()):
     if ended:
         return  # A second one would interrupt the first, and end the process in its place.
     ended.append(os.kill(os.getpid(), signal.SIGTERM))
-    process.kill_children(spared)
+    linux.kill_children(spared)
     os.write(1, b"at once" if "encodings.ascii" in sys.modules else b"once")
 fork_server_main.kill_children = kill_children
 sys.modules.pop("encodings.ascii", None)
@@ -565,9 +565,10 @@ def test_a_fork_server_that_is_told_twice_to_end_ends_once_and_imports_nothing_f
             pass_fds=(theirs.fileno(),),
             stdout=subprocess.PIPE,
         )
+        theirs.close()  # Else nothing would tell that the process has ended.
         prepare = {"path": sys.path, "argv": [""], "modules": [], "environment": {}, "scratch": ""}
         ours.send(json.dumps({"request": "prepare", **prepare}).encode())
-        ours.recv(1 << 10)
+        assert ours.recv(1 << 10), "it has ended"
         process.terminate()
         assert process.communicate(timeout=60)[0] == b"once"
 

@@ -28,15 +28,9 @@ from ..errors import (
     user_frame,
 )
 from .accuracy import ErrorMeasure, as_float64, error_of, errors, peak_of, tensors_in
+from .error_limits import FEW_ELEMENTS, limit_of
 from .variations import milder, notes_on_masks, variations
 
-RMS_FACTOR = 3.0
-MAX_FACTOR = 8.0
-# Eager may be exact by luck on a leaf of few elements: some units in the last place are allowed.
-_FREE_RMS_ULPS = 2.0
-_FREE_MAX_ULPS = 8.0
-# A precision that the caller allowed may cost this many of its units in the last place.
-_LOSSY_RMS_ULPS = 8.0
 # Eager's relative error where there is no float64 reference to measure it with.
 _ASSUMED_ERROR = {
     torch.float64: 1e-12,
@@ -46,10 +40,6 @@ _ASSUMED_ERROR = {
 }
 # Beyond this relative error the float64 run has taken another branch than eager.
 ANOTHER_PATH = 0.2
-_FEW_ELEMENTS = 64
-TF32_ULP = 2.0**-10
-# If the caller's switches permit TF32, a candidate may use it even if eager does not happen to.
-_TF32_RMS_ULPS = 2.0
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 # Tensors with themselves in float64, by identity.
 Widened = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -133,32 +123,7 @@ class Reference:
         if self.tolerance is not None:
             return ErrorMeasure(self.tolerance, self.tolerance * max(peak, 1.0))
         eager = self.eager_error.get(name, ErrorMeasure(0.0, 0.0))
-        real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
-        own = torch.finfo(real).eps if real.is_floating_point else 0.0
-        beside = beside_eager(eager, own, peak)
-        rms, largest = beside.rms, beside.max
-        if ulp is not None and leaf.dtype.is_floating_point:
-            rms = max(rms, _LOSSY_RMS_ULPS * ulp)
-            largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
-        if self.tf32 and leaf.dtype in (torch.float32, torch.complex64):
-            rms = max(rms, _TF32_RMS_ULPS * TF32_ULP)
-            largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
-        if leaf.numel() < _FEW_ELEMENTS:
-            # The mean of few elements varies as much as the largest: allow the larger bound.
-            rms = max(rms, largest)
-        return ErrorMeasure(rms, largest)
-
-
-def beside_eager(eager: ErrorMeasure, ulp: float, peak: float) -> ErrorMeasure:
-    """The error that a result may have where eager's own is this one.
-
-    Args:
-        eager: eager's error against float64.
-        ulp: the unit in the last place of the result's dtype.
-        peak: the largest value over the root mean square.
-    """
-    rms = max(RMS_FACTOR * eager.rms, _FREE_RMS_ULPS * ulp)
-    return ErrorMeasure(rms, max(MAX_FACTOR * eager.max, _FREE_MAX_ULPS * ulp * peak))
+        return limit_of(leaf, eager, peak, ulp=ulp, tf32=self.tf32)
 
 
 @dataclass
@@ -388,7 +353,7 @@ def _reference(
             return "gives NaN or Inf, unlike for your sample"
         return Case(other, eager, tensors_in(wide), hint)
 
-    for variation in variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
+    for variation in variations(call, generator, 6 if small < FEW_ELEMENTS else 1):
         found = tried(variation.call, variation.hint)
         if isinstance(found, Case):
             cases.append(found)

@@ -23,8 +23,9 @@ from ..calls.switches import read
 from ..calls.watch import ModuleWatch
 from ..errors import first_line
 from ..evaluation.accuracy import error_of, special_values
+from ..evaluation.error_limits import beside_eager
 from ..evaluation.measurement import Timer, interleave
-from ..evaluation.reference import ANOTHER_PATH, beside_eager, in_float64
+from ..evaluation.reference import ANOTHER_PATH, in_float64
 from ..report.table import duration, ratio
 from .decoder import Decoder, Inputs
 from .eager_loop import EagerLoop

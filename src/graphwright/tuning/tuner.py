@@ -644,7 +644,10 @@ class Tuning:
     def _final_rounds(self) -> None:
         """Time the finalists again, here and in common rounds with eager."""
         self._drop_the_beaten()
-        if (needed_s := self._seconds_for_the_best()) is not None:
+        needed_s = self._seconds_for_the_best()
+        if needed_s is None and self._is_late:  # The search went on for a compiler.
+            needed_s = _LAST_ROUNDS_S
+        if needed_s is not None:
             self._give_the_best_time(needed_s)
         rounds = FinalRounds(
             self.report,
