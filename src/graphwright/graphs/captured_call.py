@@ -920,6 +920,7 @@ class CapturedCall(Graph):
         slots = left_in_place(self._sample, warmed.mutated, self.device)
         if not slots:
             return
+        before = self.pool.reserved
         recorder.order()
         with (
             self._transaction(GraphState.CAPTURING),
@@ -937,6 +938,8 @@ class CapturedCall(Graph):
                 slots,
             )
         self._recorded = replace(recorded, for_sample=own)
+        grown = self.pool.reserved - before
+        self.memory = replace(self.memory, nbytes=self.memory.nbytes + grown)
 
     def _results_of(self, tree: Any) -> Any:
         """What the caller is to get, of what the work returned."""
