@@ -21,13 +21,8 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.calls.plurals import counted
-from graphwright.evaluation.measurement import (
-    DIGITS,
-    Measurement,
-    Timer,
-    collection_held_off,
-    interleave,
-)
+from graphwright.evaluation.garbage_collection import collection_held_off
+from graphwright.evaluation.measurement import DIGITS, Measurement, Timer, interleave
 from graphwright.report.environment import environment
 
 from .. import cases

@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.errors import first_line
-from graphwright.evaluation.measurement import DIGITS, Timer, collection_held_off, interleave
+from graphwright.evaluation.garbage_collection import collection_held_off
+from graphwright.evaluation.measurement import DIGITS, Timer, interleave
 from graphwright.report.environment import environment
 
 from .. import cases

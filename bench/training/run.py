@@ -24,7 +24,8 @@ import torch
 import graphwright as gw
 from graphwright.calls.plurals import counted
 from graphwright.errors import first_line
-from graphwright.evaluation.measurement import DIGITS, Measurement, Timer, collection_held_off
+from graphwright.evaluation.garbage_collection import collection_held_off
+from graphwright.evaluation.measurement import DIGITS, Measurement, Timer
 from graphwright.report.environment import environment
 
 from ..common.peers import compilations, compilations_since

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphwright as gw
-from graphwright.calls import holders, leaves, split, switches, watch
+from graphwright.calls import argument_sharing, holders, leaves, split, switches, watch
 from graphwright.calls.differences import difference, same
 from graphwright.calls.holders import _CHECKS, Held, _Kind, _Link, _places
 from graphwright.calls.iterators import _position, _steady, is_opaque_iterator
@@ -267,13 +267,13 @@ def test_memory_that_overlaps_is_refused() -> None:
     with pytest.raises(SignatureError, match="share memory"):
         CallSignature.of(*CALLS["overlapping"][1])
     first, second = CALLS["overlapping"][1][0]
-    assert leaves.overlapping([first, second])
-    assert not leaves.overlapping([X, Y, torch.zeros(0), torch.zeros(0)])
-    assert not leaves.overlapping([first, torch.from_numpy(_MEMORY)])  # They begin alike.
-    assert leaves._own_storages([X, Y])
-    assert not leaves._own_storages([X, X[1:]])
-    assert not leaves._own_storages([first, second])
-    assert not leaves._own_storages([X, torch.zeros(0)])
+    assert argument_sharing.overlapping([first, second])
+    assert not argument_sharing.overlapping([X, Y, torch.zeros(0), torch.zeros(0)])
+    assert not argument_sharing.overlapping([first, torch.from_numpy(_MEMORY)])  # They begin alike.
+    assert argument_sharing.own_storages([X, Y])
+    assert not argument_sharing.own_storages([X, X[1:]])
+    assert not argument_sharing.own_storages([first, second])
+    assert not argument_sharing.own_storages([X, torch.zeros(0)])
     whole = torch.from_numpy(_MEMORY)
     assert CallSignature.of((whole[:4], whole[2:6]), {}).aliases == ((0, 1, 8),)
 

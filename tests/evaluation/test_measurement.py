@@ -22,7 +22,6 @@ from graphwright.evaluation.measurement import (
     MIN_ROUNDS,
     TELLING_ROUNDS,
     Measurement,
-    MemoryMeter,
     Samples,
     Timer,
     break_even,
@@ -32,6 +31,7 @@ from graphwright.evaluation.measurement import (
     unsteadiness,
     weighted,
 )
+from graphwright.evaluation.peak_memory import MemoryMeter
 
 times = st.floats(min_value=1e-6, max_value=1.0)
 

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.graphs import staging, static_tensors
+from graphwright.graphs import staging, static_inputs
 from graphwright.graphs.call_spec import device_of
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.memory import MemoryPool
-from graphwright.graphs.static_tensors import StaticInputs
+from graphwright.graphs.static_inputs import StaticInputs
 from graphwright.training.step.components import device_of_training
 
 _ON_HOST = (torch.int64, torch.float64)
@@ -36,7 +36,7 @@ def marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def mark_host_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(static_tensors, "is_on_host", lambda tensor, device: tensor.dtype in _ON_HOST)
+    patch.setattr(static_inputs, "is_on_host", lambda tensor, device: tensor.dtype in _ON_HOST)
 
 
 class TimeStep(nn.Module):

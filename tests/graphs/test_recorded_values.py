@@ -14,7 +14,7 @@ from graphwright.graphs.call_work import CallWork
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.effects import Outcome
 from graphwright.graphs.graph import GraphClosed
-from graphwright.graphs.static_tensors import CopyPlan, StaticInputs
+from graphwright.graphs.static_inputs import CopyPlan, StaticInputs
 
 
 def spec_of(fn: Any, *args: Any, fresh: bool = True, **kwargs: Any) -> tuple[CallSpec, list[Any]]:

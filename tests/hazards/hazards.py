@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.calls import leaves, signature, watch
+from graphwright.calls import argument_sharing, signature, watch
 from graphwright.dispatch import graphed_callable
 from graphwright.dispatch.graphed_callable import GraphedCallable
 from graphwright.graphs import (
@@ -37,7 +37,8 @@ from graphwright.graphs import (
     captured_call,
     memory,
     python_state,
-    static_tensors,
+    static_inputs,
+    static_outputs,
     transaction,
 )
 from graphwright.graphs import capture as capture_module
@@ -129,20 +130,20 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 def results_stay_static(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        static_tensors.StaticOutputs, "build", lambda self, leaves, copies, finish=None: self.tree
+        static_outputs.StaticOutputs, "build", lambda self, leaves, copies, finish=None: self.tree
     )
     never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(static_tensors.StaticOutputs, "single", never, raising=False)
+    patch.setattr(static_outputs.StaticOutputs, "single", never, raising=False)
 
 
 def results_are_copies(patch: pytest.MonkeyPatch) -> None:
     def build(
-        self: static_tensors.StaticOutputs, leaves: Any, copies: Any, finish: Any = None
+        self: static_outputs.StaticOutputs, leaves: Any, copies: Any, finish: Any = None
     ) -> Any:
         clone = torch.Tensor.clone
         return torch.utils._pytree.tree_map_only(torch.Tensor, clone, self.tree)
 
-    patch.setattr(static_tensors.StaticOutputs, "build", build)
+    patch.setattr(static_outputs.StaticOutputs, "build", build)
 
 
 def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,7 @@ def writes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def overlaps_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(static_tensors, "_overlaps", lambda tensor: False)
+    patch.setattr(static_inputs, "_overlaps", lambda tensor: False)
 
 
 def aliases_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -581,7 +582,7 @@ def a_weight_turned_at_its_address_is_noticed(device: torch.device) -> None:
 
 def numpy_is_not_seen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(signature, "overlapping", lambda tensors: False)
-    patch.setattr(leaves, "_meet", lambda ranges: False)
+    patch.setattr(argument_sharing, "_meet", lambda ranges: False)
     patch.setattr(signature, "shared", lambda leaves: ())
 
 

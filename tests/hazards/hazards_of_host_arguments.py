@@ -15,10 +15,10 @@ import torch
 from hazards import hazard
 
 import graphwright as gw
-from graphwright.graphs import static_tensors
+from graphwright.graphs import static_inputs
 from graphwright.graphs.cpu import recorder as cpu
 from graphwright.graphs.staging import StagingBuffer
-from graphwright.graphs.static_tensors import StaticInputs
+from graphwright.graphs.static_inputs import StaticInputs
 
 _CALLS = 20
 # Clock cycles of a GPU, about a millisecond.
@@ -82,7 +82,7 @@ def on_host(device: torch.device) -> Iterator[Callable[[int], torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         if device.type == "cpu":
             marked = lambda tensor, device: tensor.dtype is torch.int64  # noqa: E731
-            patch.setattr(static_tensors, "is_on_host", marked)
+            patch.setattr(static_inputs, "is_on_host", marked)
             yield lambda value: torch.full((100,), value)
             return
         yield lambda value: torch.full((100,), value).pin_memory()
@@ -124,7 +124,7 @@ def values_are_copied_from_where_they_are(patch: pytest.MonkeyPatch) -> None:
                 self._copied = None
 
         slots = [slot for _, staged in self._staged for slot, _ in staged]
-        given = Given([static_tensors.byte_view(leaves[slot]) for slot in slots])
+        given = Given([static_inputs.byte_view(leaves[slot]) for slot in slots])
         given.copy_to([memory for memory, _ in self._staged])
 
     patch.setattr(StaticInputs, "send", send)

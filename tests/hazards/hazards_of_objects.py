@@ -17,7 +17,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.calls import objects, split
 from graphwright.dispatch import carried_state
-from graphwright.graphs import call_spec, captured_call, effects, observed_runs, static_tensors
+from graphwright.graphs import call_spec, captured_call, effects, observed_runs, static_outputs
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ def effects_do_not_happen(patch: pytest.MonkeyPatch) -> None:
 
 def objects_stay_static(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        static_tensors.StaticOutputs,
+        static_outputs.StaticOutputs,
         "build",
         lambda self, leaves, copies, finish=None: self.again(finish),
     )

@@ -35,7 +35,7 @@ from ..graphs.composition import (
 from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.taken_apart import ApartCall, kind_of, with_objects
 from ..ops import compiled_checks
-from ..report.html import short_table
+from ..report.notebook import short_table
 from ..report.report import Report
 from ..report.result import EAGER
 from ..report.table import duration, ratio

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import struct
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import SignatureError
+from .argument_sharing import own_storages
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # For checks at each call: module-level names are found faster than attributes.
@@ -191,44 +191,7 @@ def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
         return False
     if len(values) < 2:
         return not any(map(was_freed, values))
-    return _own_storages(values)
-
-
-def _own_storages(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor has its own storage, which is not empty."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return len(sizes) == len(tensors) and 0 not in sizes and not _meet(sizes.items())
-
-
-def overlapping(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether different storages overlap in memory, as those of NumPy arrays may."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return _meet({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
-
-
-def _meet(ranges: Iterable[tuple[int, int]]) -> bool:
-    """Whether ranges of memory, address and bytes of each, overlap without beginning alike."""
-    return any(a + n > b for (a, n), (b, _) in itertools.pairwise(sorted(ranges)) if a != b)
-
-
-def shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
-    """Pairs of leaves that share a storage, with the bytes between their first elements."""
-    tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    if len(tensors) < 2:
-        return ()
-    first: dict[int, tuple[int, int]] = {}
-    pairs = []
-    for index, tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer in first:
-            other, start = first[pointer]
-            pairs.append((other, index, tensor.data_ptr() - start))
-        else:
-            first[pointer] = (index, tensor.data_ptr())
-    return tuple(pairs)
+    return own_storages(values)
 
 
 def value_of(described: tuple[Any, ...]) -> Any:

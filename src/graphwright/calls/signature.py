@@ -20,17 +20,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import OptionError, SignatureError, in_a_row
-from .leaves import (
-    describe,
-    fitting,
-    guard_of,
-    in_words,
-    matches,
-    overlapping,
-    shared,
-    value_of,
-    with_value,
-)
+from .argument_sharing import overlapping, shared
+from .leaves import describe, fitting, guard_of, in_words, matches, value_of, with_value
 from .objects import every_class_in, has_nodes
 from .options import in_brief
 from .split import (

@@ -51,7 +51,7 @@ from ..graphs.conditions import (
 )
 from ..graphs.host_draws import Draw
 from ..graphs.python_state import PythonState, StateChanges, place_of
-from ..graphs.static_tensors import refuse_results
+from ..graphs.static_outputs import refuse_results
 from . import obstacles
 from .finding import Finding, Place, place_of_code, place_of_error, place_of_line
 from .functions import FunctionObserver

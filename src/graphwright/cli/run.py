@@ -18,7 +18,8 @@ from ..artifacts.loading import load
 from ..artifacts.tuned_module import choice_of, of_tensors
 from ..calls.plurals import counted
 from ..errors import TargetError
-from ..evaluation.measurement import Samples, Timer, collection_held_off
+from ..evaluation.garbage_collection import collection_held_off
+from ..evaluation.measurement import Samples, Timer
 from ..report.report import Report
 from ..report.result import EAGER
 from ..report.table import duration

@@ -19,7 +19,7 @@ from ..calls.split import Args, Kwargs, MixedArguments, Pattern, in_order_of
 from ..calls.switches import lasting_switches
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
-from ..graphs.static_tensors import Launch
+from ..graphs.static_outputs import Launch
 
 # What a shortcut returns for a call that it cannot answer.
 MISS = object()

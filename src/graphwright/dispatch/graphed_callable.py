@@ -63,7 +63,7 @@ from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tenso
 from ..graphs.graph import Graph, GraphClosed
 from ..graphs.memory import MemoryPool, budget_of, pool_problem
 from ..graphs.python_state import StateChanges
-from ..graphs.static_tensors import Around
+from ..graphs.static_outputs import Around
 from ..graphs.taken_apart import TakenApart
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, progress_shown

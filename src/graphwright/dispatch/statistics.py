@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..calls.places import carried_by
 from ..calls.plurals import counted
 from ..graphs.memory import MemoryPool, format_bytes
-from ..report.html import short_table
+from ..report.notebook import short_table
 from ..shapes.buckets import SizesSeen
 from .graph_cache import CacheEntry
 

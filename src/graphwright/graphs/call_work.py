@@ -18,7 +18,7 @@ from .conditions import autocast_cache_apart
 from .effects import GivenObjects, Unrepeatable
 from .python_state import PythonState
 from .segments.tracer import Untraceable
-from .static_tensors import Geometry, StaticInputs
+from .static_inputs import Geometry, StaticInputs
 
 
 class Reach(Protocol):

@@ -60,7 +60,8 @@ from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
 from .segments.tree import SegmentTree
-from .static_tensors import Around, Finish, Launch, StaticInputs, left_in_place
+from .static_inputs import StaticInputs, left_in_place
+from .static_outputs import Around, Finish, Launch
 from .transaction import let_go, transaction
 from .warmup import RunsOtherwise, Warmed, warm
 
@@ -938,8 +939,7 @@ class CapturedCall(Graph):
                 slots,
             )
         self._recorded = replace(recorded, for_sample=own)
-        grown = self.pool.reserved - before
-        self.memory = replace(self.memory, nbytes=self.memory.nbytes + grown)
+        self._add_growth(before)
 
     def _results_of(self, tree: Any) -> Any:
         """What the caller is to get, of what the work returned."""

@@ -16,7 +16,7 @@ from ..calls.leaves import SCALARS, describe
 from ..calls.modes import OperationMode
 from ..errors import CaptureError
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
-from .static_tensors import refuse_results
+from .static_outputs import refuse_results
 
 # Arguments that are the chance of a dropout, and the value that drops nothing, by operation; other
 # operations have `dropout_p`.

@@ -267,6 +267,15 @@ class Graph:
         self._held += recording.external
         self.memory = GraphMemory(self.name, self.pool.reserved - before, predicted)
 
+    def _add_growth(self, before: int) -> None:
+        """Note that more was recorded of it.
+
+        Args:
+            before: bytes that the pool held before.
+        """
+        grown = self.pool.reserved - before
+        self.memory = replace(self.memory, nbytes=self.memory.nbytes + grown)
+
 
 def with_operations(
     nodes: Sequence[Node], keys: Sequence[int], operations: Mapping[int, Operation]

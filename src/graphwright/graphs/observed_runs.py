@@ -24,7 +24,7 @@ from .journal import Copies, Journal
 from .python_state import PythonState, StateChanges
 from .random_state import put_seed, put_state
 from .recorder import Allocate, Recorder
-from .static_tensors import StaticInputs, hosts_among
+from .static_inputs import StaticInputs, hosts_among
 
 _ON_DEVICE = (
     "Pass it on the device, and let the call compute with it there; or pass its values as plain "

@@ -14,7 +14,8 @@ from .call_work import CallWork
 from .host_draws import DrawingRecording
 from .recorder import Allocate, Recorder, Recording
 from .segments.tree import SegmentTree
-from .static_tensors import CopyPlan, StaticInputs, StaticOutputs, byte_view
+from .static_inputs import CopyPlan, StaticInputs, byte_view
+from .static_outputs import StaticOutputs
 from .warmup import Warmed
 
 

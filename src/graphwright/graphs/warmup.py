@@ -33,7 +33,7 @@ from .python_state import PythonState, StateChanges
 from .reads import OutsideRead, Reads
 from .recorder import Allocate, Recorder
 from .segments.tree import SegmentTree
-from .static_tensors import StaticInputs
+from .static_inputs import StaticInputs
 from .transaction import let_go
 
 # Divides a call into segments; with them, the bytes of each memory segment that they take.

@@ -13,12 +13,8 @@ from typing import Any
 import torch
 
 from ..evaluation.clock import event_seconds, fastest_s, synchronize
-from ..evaluation.measurement import (
-    HELD_UP,
-    Timer,
-    collection_held_off,
-    median_interval,
-)
+from ..evaluation.garbage_collection import collection_held_off
+from ..evaluation.measurement import HELD_UP, Timer, median_interval
 from .subject import Subject
 
 # Calls to time: at least, at most, and the seconds that they may take together.

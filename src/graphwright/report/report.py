@@ -95,7 +95,7 @@ class Report(Results):
         }
 
     def _repr_html_(self) -> str:
-        from .html import to_html
+        from .notebook import to_html
 
         return to_html(self)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._prims_common import suggest_memory_format
 
-from ..graphs.static_tensors import Launch, Rebuild
+from ..graphs.static_outputs import Launch, Rebuild
 
 Sizes = tuple[int, ...]
 Geometry = tuple[Sizes, Sizes]  # shape and strides

@@ -24,13 +24,13 @@ from ..evaluation.accuracy import ErrorMeasure, tensors_in
 from ..evaluation.gpu_turns import alone_on
 from ..evaluation.measurement import (
     Measurement,
-    MemoryMeter,
     Timer,
     interleave_until_steady,
     median_interval,
     unsteadiness,
     weighted,
 )
+from ..evaluation.peak_memory import MemoryMeter
 from ..evaluation.reference import Case, Sample, exact_outcome
 from ..evaluation.verification import Verification, agrees, compare, verify
 from ..report.result import EAGER, Row, Status

@@ -30,8 +30,9 @@ from ..calls.snapshots import ModuleState
 from ..calls.split import Args, Kwargs
 from ..calls.watch import Checks
 from ..errors import GraphwrightError, ModelFailed, in_words
+from ..evaluation.garbage_collection import OLD_OBJECTS_FROZEN
 from ..evaluation.host_floor import host_seconds
-from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
+from ..evaluation.measurement import load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..graphs.conditions import for_inference
 from ..graphs.taken_apart import TakenApart, seconds_with_objects

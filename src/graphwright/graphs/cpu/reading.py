@@ -14,7 +14,7 @@ import torch
 from ...calls.operations import tensors, written
 from ..inspection.node import Node
 from ..inspection.origins import bytes_of
-from ..static_tensors import span
+from ..static_inputs import span
 
 
 class Repeated(Protocol):

@@ -13,7 +13,7 @@ import torch
 from ...errors import CaptureError
 from ..inspection.node import Node
 from ..marks import mark, wanted
-from ..static_tensors import byte_view
+from ..static_inputs import byte_view
 from . import driver, node_times, reading
 from .driver import CopyNode
 

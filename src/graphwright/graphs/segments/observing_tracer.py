@@ -9,7 +9,7 @@ import torch
 
 from ...calls.operations import tensors, written
 from ...errors import CaptureError, current_place, first_line
-from ..static_tensors import StaticInputs
+from ..static_inputs import StaticInputs
 from .steps import New, Step, bytes_of
 from .tracer import Differs, Tracer
 

@@ -14,7 +14,8 @@ from ...calls.operations import tensors
 from ..conditions import garbage_collection_off
 from ..host_draws import Draw
 from ..recorder import Recorder, SegmentRecorder
-from ..static_tensors import Geometry, StaticInputs, StaticOutputs
+from ..static_inputs import Geometry, StaticInputs
+from ..static_outputs import StaticOutputs
 from .segment import Break, HoistedConstant, Segment
 from .steps import New, Step
 from .tracer import Differs, Tracer, replaced

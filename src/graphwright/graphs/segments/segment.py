@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from ...calls.operations import tensors
 from ..host_draws import Draw
 from ..recorder import Allocate, Recording
-from ..static_tensors import Geometry, StaticOutputs, copy
+from ..static_inputs import Geometry, copy
+from ..static_outputs import StaticOutputs
 from .steps import Given, Host, New, Step, bytes_of, describe_result, key_of, key_of_results
 
 # How many replays of a segment are timed.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..static_tensors import Geometry
+from ..static_inputs import Geometry
 
 
 @dataclass(frozen=True)

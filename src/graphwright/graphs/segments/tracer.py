@@ -38,7 +38,7 @@ from ...calls.operations import (
 from ...errors import CaptureError, current_place
 from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal
-from ..static_tensors import Geometry, StaticInputs
+from ..static_inputs import Geometry, StaticInputs
 from .steps import (
     Given,
     Host,

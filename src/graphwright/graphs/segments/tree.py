@@ -24,14 +24,8 @@ from ..host_draws import Draw, draw_others, is_foreign, repeat
 from ..memory import MemoryPool, format_bytes, note_growth, predict, recorder_for, retire
 from ..reads import OutsideRead, Reads
 from ..recorder import Interrupted, Recorder
-from ..static_tensors import (
-    CopyPlan,
-    Finish,
-    StaticInputs,
-    StaticOutputs,
-    byte_view,
-    copy,
-)
+from ..static_inputs import CopyPlan, StaticInputs, byte_view, copy
+from ..static_outputs import Finish, StaticOutputs
 from ..transaction import let_go, transaction
 from .observing_tracer import ObservingTracer
 from .recording import RecordingTracer

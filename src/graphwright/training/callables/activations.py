@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...errors import CaptureError
 from ...graphs.conditions import THREAD
 from ...graphs.recorder import Recording
-from ...graphs.static_tensors import CopyPlan, Geometry, StaticInputs, copy
+from ...graphs.static_inputs import CopyPlan, Geometry, StaticInputs, copy
 from .backward_outputs import Outputs
 
 # Seconds that a backward waits for a capture on another thread.

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from ...calls.objects import build, has_nodes
 from ...calls.split import leaf_names
 from ...errors import CaptureError
-from ...graphs.static_tensors import Geometry, StaticInputs, StaticOutputs, is_dense, span
+from ...graphs.static_inputs import Geometry, StaticInputs, is_dense, span
+from ...graphs.static_outputs import StaticOutputs
 
 
 class _View(NamedTuple):

@@ -46,7 +46,7 @@ from ...graphs.memory import (
 from ...graphs.python_state import PythonState, place_of
 from ...graphs.reads import OutsideRead, explain
 from ...graphs.recorder import Interrupted
-from ...graphs.static_tensors import hosts_among
+from ...graphs.static_inputs import hosts_among
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
 from .activation_set_limit import Refusal, SetLimit

@@ -25,7 +25,7 @@ from ...calls.operations import tensors
 from ...calls.split import Args, Kwargs, argument_names, flatten, unflatten
 from ...errors import CaptureError, first_line
 from ...graphs.conditions import autocast_cache_apart
-from ...graphs.static_tensors import Geometry, StaticInputs, is_dense
+from ...graphs.static_inputs import Geometry, StaticInputs, is_dense
 
 # Functions that act on the tensor object, not on its memory: they must not go to a stand-in.
 _ON_OBJECT = ("__hash__", "register_hook", "register_post_accumulate_grad_hook")

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ...errors import CaptureError
 from ...graphs.memory import MemoryPool, retire, shared_bytes
 from ...graphs.recorder import Recorder, SegmentRecorder
-from ...graphs.static_tensors import CopyPlan, Geometry, StaticInputs, byte_view, is_dense
+from ...graphs.static_inputs import CopyPlan, Geometry, StaticInputs, byte_view, is_dense
 from ...graphs.warmup import Warmed
 from .activations import Activations, Backward
 from .backward_outputs import Outputs

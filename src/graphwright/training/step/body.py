@@ -22,7 +22,7 @@ from ...graphs.conditions import as_captured
 from ...graphs.journal import Copies, Journal
 from ...graphs.python_state import PythonState, grad_of
 from ...graphs.recorder import Recorder
-from ...graphs.static_tensors import StaticInputs
+from ...graphs.static_inputs import StaticInputs
 from .components import Discovery, OptimizersKept
 from .numbers import Number, as_tensors
 from .optimizers import LearningRate, skip_capture_checks

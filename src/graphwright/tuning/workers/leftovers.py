@@ -17,7 +17,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...calls.switches import differences
-from ...evaluation.measurement import MemoryMeter
+from ...evaluation.peak_memory import MemoryMeter
 from ...processes.linux import children_of, resident_bytes
 from ...report.table import memory
 from ..trial import CandidateEvaluator
