@@ -34,9 +34,9 @@ from ..calls.snapshots import run, same_bits
 from ..calls.watch import Checks
 from ..calls.written_trees import one_file
 from ..errors import ArtifactError, GraphwrightError, in_words
+from ..evaluation.garbage_collection import garbage_collection_off
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
-from ..graphs.conditions import garbage_collection_off
 from ..graphs.cuda.driver import primary_context
 from ..graphs.taken_apart import TakenApart
 from ..report.environment import environment

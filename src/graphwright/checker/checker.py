@@ -39,6 +39,7 @@ from ..errors import (
     first_line,
     user_frame,
 )
+from ..evaluation.garbage_collection import garbage_collection_off
 from ..graphs.call_spec import signature_of
 from ..graphs.call_work import resolved
 from ..graphs.capture import refusal_of
@@ -46,7 +47,6 @@ from ..graphs.comparison import check_same_result, rounding_of
 from ..graphs.conditions import (
     as_captured,
     for_inference,
-    garbage_collection_off,
     pretend_capturing,
 )
 from ..graphs.host_draws import Draw

@@ -10,16 +10,23 @@ from ..calls.modes import SharedSwitch
 
 
 @contextlib.contextmanager
-def collection_held_off() -> Iterator[None]:
-    """Collect Python's garbage now, and not again inside the block."""
+def garbage_collection_off() -> Iterator[None]:
+    """Keep Python's garbage collector from running inside the block."""
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def collection_held_off() -> Iterator[None]:
+    """Collect Python's garbage now, and not again inside the block."""
+    gc.collect()
+    with garbage_collection_off():
+        yield
 
 
 def _freeze() -> Callable[[], object]:

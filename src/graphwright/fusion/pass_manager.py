@@ -26,10 +26,11 @@ from ..calls.snapshots import Call, ModuleState, clone_leaves, run
 from ..calls.split import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.weights import sharded_module, unusual_weight
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
+from ..evaluation.garbage_collection import garbage_collection_off
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
 from ..graphs.composition import apart_from_capture
-from ..graphs.conditions import for_inference, garbage_collection_off
+from ..graphs.conditions import for_inference
 from ..graphs.python_state import PythonState
 from ..ops.fused.compiling import Compiling
 from ..ops.fused.fused_operator import prepare_triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -104,18 +103,6 @@ def answering_as_eager(enabled: bool = True) -> Iterator[None]:
 def questions() -> int:
     """How often libraries have asked whether they are captured, in pretended captures."""
     return _PRETENDING.questions
-
-
-@contextlib.contextmanager
-def garbage_collection_off() -> Iterator[None]:
-    """Keep Python's garbage collector from running inside the block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -32,8 +32,9 @@ from ...calls.operations import (
     written,
 )
 from ...errors import CaptureError, user_frame
+from ...evaluation.garbage_collection import garbage_collection_off
 from ..composition import packed
-from ..conditions import garbage_collection_off, pretend_capturing
+from ..conditions import pretend_capturing
 from ..inspection.node import Node
 from ..inspection.origins import observer
 from ..journal import Journal

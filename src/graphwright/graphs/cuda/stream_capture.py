@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..conditions import garbage_collection_off, pretend_capturing
+from ...evaluation.garbage_collection import garbage_collection_off
+from ..conditions import pretend_capturing
 from ..recorder import Interrupted
 
 # One capture at a time in a process.

@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...calls.operations import tensors
-from ..conditions import garbage_collection_off
+from ...evaluation.garbage_collection import garbage_collection_off
 from ..host_draws import Draw
 from ..recorder import Recorder, SegmentRecorder
 from ..static_inputs import Geometry, StaticInputs

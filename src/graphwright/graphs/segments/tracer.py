@@ -36,7 +36,8 @@ from ...calls.operations import (
     written,
 )
 from ...errors import CaptureError, current_place
-from ..conditions import garbage_collection_off, pretend_capturing
+from ...evaluation.garbage_collection import garbage_collection_off
+from ..conditions import pretend_capturing
 from ..journal import Journal
 from ..static_inputs import Geometry, StaticInputs
 from .steps import (
