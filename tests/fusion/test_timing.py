@@ -149,14 +149,36 @@ def test_the_strategy_times_its_passes(
     assert asked
 
 
+def another_assembler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor does: name another one, where Triton has asked the first for its version."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    major, minor = torch.cuda.get_device_capability()
+    get_ptxas_version(10 * major + minor)
+    own = knobs.nvidia.ptxas.path
+    other = folder / "ptxas"
+    other.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo another && exit\nexec {own} "$@"\n'
+    )
+    other.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(other))
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("assembler", ["its_own", "another"])
 def test_kernels_are_compiled_by_other_processes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    assembler: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from triton import knobs
     from triton.runtime import build
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if assembler == "another":
+        another_assembler(tmp_path, monkeypatch)
     found: list[bool] = []
 
     def seen(*rest: Any, cache_hit: bool, **others: Any) -> None:
@@ -169,10 +191,10 @@ def test_kernels_are_compiled_by_other_processes(
         build, "_build", lambda name, *rest: (with_gcc.append(name), compiled(name, *rest))[1]
     )
     # Of sizes that no other test has: kernels are compiled once in a process.
-    sizes = (1234, 88, 345, 2222)
+    sizes = (1234, 88, 345, 2222) if assembler == "its_own" else (1262, 120, 391, 2264)
     layers = [nn.Sequential(nn.LayerNorm(n), nn.Linear(n, m)) for n, m in pairwise(sizes)]
-    body = nn.Sequential(*layers, nn.LayerNorm(2222)).to("cuda").eval()
-    x = torch.randn(37, 1234, device="cuda")
+    body = nn.Sequential(*layers, nn.LayerNorm(sizes[-1])).to("cuda").eval()
+    x = torch.randn(37, sizes[0], device="cuda")
     fused = gw.fuse(body, (x,))
     with torch.no_grad():
         torch.testing.assert_close(fused(x), body(x), rtol=1e-3, atol=1e-3)

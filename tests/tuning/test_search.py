@@ -365,7 +365,9 @@ def test_a_default_budget_grows_with_what_compilers_need() -> None:
     ("rows", "awaited"),
     [
         ({}, False),
-        ({"eager": 1.0}, False),  # What a graph gains is not known yet.
+        ({"eager": 1.0}, True),  # What a graph gains is not known yet.
+        ({"eager": 1.0, "fused+graph": 0.05}, True),
+        ({"eager": 1.0, "eager+graph": None, "fused+graph": 0.35}, False),
         ({"eager": 1.0, "eager+graph": 0.4, "fused+graph": 0.35}, True),
         ({"eager": 1.0, "eager+graph": 0.4, "fused+graph": 0.2}, False),
         ({"eager": 1.0, "eager+graph": 0.4, "inductor:regional+graph": 0.39}, False),

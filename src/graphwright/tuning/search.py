@@ -143,7 +143,9 @@ class Search:
     def awaits_compiler(self) -> bool:
         """Whether nothing of PyTorch's own compiler is known, and it usually makes more.
 
-        That is more than the best so far, by what a graph of eager's kernels takes on a GPU.
+        That is more than the best so far, by what a graph of eager's kernels takes on a GPU; as
+        long as that is not known, too. Seconds are compared, since eager's time beside each may be
+        disturbed.
         """
         compiled = [
             each for each in self._all.values() if _family(each) == "inductor" and each.runner
@@ -154,7 +156,11 @@ class Search:
         if best is None or any(self.report.row(each.name) is not None for each in compiled):
             return False
         gain = max(usual(each.without_runner, self.device)[0] for each in compiled)
-        return self._share(best.strategy) > self._share(f"{EAGER}+graph") / gain
+        graphed = f"{EAGER}+graph"
+        if self.report.row(graphed) is None:
+            return graphed in self._all
+        best_s, graphed_s = map(self._seconds, (best.strategy, graphed))
+        return best_s > graphed_s / gain
 
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""

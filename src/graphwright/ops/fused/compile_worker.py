@@ -41,10 +41,14 @@ def _compile(job: dict[str, Any]) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.compiler.compiler import make_backend
 
     kernel = getattr(importlib.import_module(job["module"]), job["name"])
     source = ASTSource(kernel, job["signature"], job["constants"], job["attributes"])
-    compiled = triton.compile(source, target=GPUTarget(*job["target"]), options=job["options"])
+    target = GPUTarget(*job["target"])
+    # Whoever asks looks under the name of what it found when it began.
+    type(make_backend(target)).hash = lambda _: job["backend"]
+    compiled = triton.compile(source, target=target, options=job["options"])
     if job["target"][0] == "cuda":
         from triton.backends.nvidia.driver import CudaLauncher
 

@@ -170,9 +170,13 @@ def _is_cached(key: str) -> bool:
 
 def _job(compile: Callable[[], Any]) -> dict[str, Any]:  # noqa: A002  # Triton's name
     """What another process needs to compile a kernel, from Triton's own function that would."""
+    from triton.compiler.compiler import make_backend
+
     known = inspect.getclosurevars(compile).nonlocals
     source, target = known["src"], known["target"]
     return {
+        # Part of the key. Triton asks its assembler once in a process, Inductor names another one.
+        "backend": make_backend(target).hash(),
         "module": source.fn.fn.__module__,
         "name": source.fn.fn.__name__,
         "signature": source.signature,
