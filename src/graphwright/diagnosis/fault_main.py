@@ -23,6 +23,7 @@ from ..graphs.cpu.recorder import CpuRecording
 from ..graphs.cuda import driver
 from ..graphs.cuda.recording import CudaRecording
 from ..graphs.inspection.origins import Observer, Operation, Origins
+from ..processes.pickled_files import read_pickled
 
 # Operations of a call whose numbers can be told; later ones share the last.
 _MOST = 1 << 16
@@ -104,10 +105,15 @@ class _Marking(Observer):
         return None
 
 
-def main(task: str, told: str) -> None:
-    """Run the call one operation at a time, then as a graph, and tell where that ends."""
+def main(task: int, told: str) -> None:
+    """Run the call one operation at a time, then as a graph, and tell where that ends.
+
+    Args:
+        task: handle of the file with the call.
+        told: path of the file that is told.
+    """
     teller = _Teller(told)
-    fn, args, kwargs = torch.load(task, weights_only=False)
+    fn, args, kwargs = read_pickled(task)
     with torch.no_grad():
         graph = CapturedCall(fn, args, kwargs, breaks="auto")
         device, origins = graph.device, Origins(graph.spec.module)
@@ -164,4 +170,4 @@ def _replay(graph: CapturedCall, origins: Origins, teller: _Teller) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2])

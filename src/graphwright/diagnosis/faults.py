@@ -18,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import first_line
 from ..graphs.captured_call import CapturedCall
 from ..graphs.memory import format_bytes
 from ..processes.child import Child, ending
+from ..processes.pickled_files import write_pickled
 
 # How a failed assertion in device code names its kernel: file:line: kernel: block: [0,0,0], …
 _ASSERTION = re.compile(
@@ -74,8 +73,6 @@ def look_for_fault(
     Returns:
         the fault, if there was one; a note on why the child could tell nothing, if so.
     """
-    import cloudpickle
-
     held = [*graph.spec.module.parameters(), *graph.spec.module.buffers()]
     size = sum(tensor.nbytes for tensor in held)
     if size > _MOST_BYTES:
@@ -84,21 +81,22 @@ def look_for_fault(
             "are too much to pickle."
         )
     args, kwargs = graph.spec.arguments(list(arguments))
-    with tempfile.TemporaryDirectory(prefix="graphwright-") as folder:
-        task, told = Path(folder, "task"), Path(folder, "told")
+    try:
+        task = write_pickled((graph.function, args, kwargs))
+    except Exception as error:
+        return None, (
+            f"No child process looked for faults of the device: the call cannot be pickled "
+            f"({first_line(error, 120)})."
+        )
+    with task, tempfile.TemporaryDirectory(prefix="graphwright-") as folder:
+        told = Path(folder, "told")
         told.touch()
-        try:
-            torch.save((graph.function, args, kwargs), task, pickle_module=cloudpickle)
-        except Exception as error:
-            return None, (
-                f"No child process looked for faults of the device: the call cannot be pickled "
-                f"({first_line(error, 120)})."
-            )
         environment = {
             "CUDA_LAUNCH_BLOCKING": "1",
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         }
-        with Child(["-m", _MAIN, str(task), str(told)], environment=environment) as child:
+        words, handles = ["-m", _MAIN, str(task.fileno()), str(told)], [task.fileno()]
+        with Child(words, handles=handles, environment=environment) as child:
             status, said = child.status_within(timeout_s), child.printed()
         return judged(told.read_text(encoding="utf-8"), status, said, timeout_s)
 

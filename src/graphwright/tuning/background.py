@@ -22,7 +22,6 @@ import random
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -52,6 +51,7 @@ from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
 from ..processes.child import GARBLED, Child, ending, message_of
 from ..processes.environment_variables import CANDIDATE
+from ..processes.pickled_files import write_pickled
 from ..report.report import Report
 from ..report.result import EAGER, Row, Status
 from ..strategies import aot_inductor, rewrites, torchscript
@@ -60,7 +60,6 @@ from ..strategies.onnxruntime import strategy as onnxruntime
 from ..strategies.registry import without
 from .request import Request
 from .workers.settings import ProcessSettings
-from .workers.task import pickling_by_value
 
 # The reason of calls of the model itself where nothing beats it so far, as `calls` counts them.
 NOTHING_BETTER = "nothing better is known"
@@ -356,8 +355,6 @@ class BackgroundSearch:
         Raises:
             GraphwrightError: the model cannot be pickled.
         """
-        import cloudpickle
-
         self.doing = "copying the model"
         asked, model = self.asked, _eager_of(self.asked.module)
         samples = [(call.args, dict(call.kwargs)) for _, call in self._samples]
@@ -376,17 +373,16 @@ class BackgroundSearch:
             "fresh": asked.fresh,
         }
         order = SearchOrder(model, samples, options, asked.name, self._settings)
-        with tempfile.TemporaryFile(prefix="graphwright-") as file:
-            try:
-                with _PICKLING, pickling_by_value():
-                    torch.save(order, file, pickle_module=cloudpickle)
-                file.flush()
-            except Exception as error:
-                raise GraphwrightError(
-                    "There is no search in the background, since the model cannot be copied to "
-                    f"another process: {first_line(error, 160)}.",
-                    remedy="Tune without background=True, before other threads call the model.",
-                ) from error
+        try:
+            with _PICKLING:
+                file = write_pickled(order)
+        except Exception as error:
+            raise GraphwrightError(
+                "There is no search in the background, since the model cannot be copied to "
+                f"another process: {first_line(error, 160)}.",
+                remedy="Tune without background=True, before other threads call the model.",
+            ) from error
+        with file:
             yield file
 
     def _end(self, child: Child) -> None:

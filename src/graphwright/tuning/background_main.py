@@ -29,10 +29,10 @@ from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, first_line, in_words
 from ..processes.environment_variables import CANDIDATE
 from ..processes.linux import adopt_orphans, end_with_parent, kill_children
+from ..processes.pickled_files import publish_globals, read_pickled
 from ..report.result import EAGER, Row, Status
 from .background import SearchOrder
 from .tuner import Tuning
-from .workers.task import publish_globals
 
 _NICENESS = 10
 # What is found before the end is loaded only if it beats the last by this.
@@ -156,9 +156,8 @@ def _draws() -> list[Any]:
 
 
 def _search(caller: _Caller, handle: int) -> None:
-    with open(handle, "rb") as file:
-        order: SearchOrder = torch.load(file, weights_only=False)
-        publish_globals()
+    order: SearchOrder = read_pickled(handle)
+    publish_globals()
     os.environ.pop(CANDIDATE, None)
     cores = len(os.sched_getaffinity(0))
     threads = min(order.settings.threads, cores)

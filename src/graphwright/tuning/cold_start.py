@@ -28,12 +28,13 @@ from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, in_words
 from ..processes.child import GARBLED, KILLED, Child, ending
 from ..processes.environment_variables import CANDIDATE
+from ..processes.pickled_files import pickling_by_value
 from ..report.result import EAGER, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from .trial import CandidateEvaluator
 from .workers.settings import ProcessSettings
-from .workers.task import IsolationError, Task, pickling_by_value, write_task
+from .workers.task import IsolationError, Task, write_task
 
 # Files in the folder that is handed to a process.
 ARTIFACT, ORDER = "artifact.gw", "order.pickle"
@@ -189,8 +190,6 @@ class ColdStarts:
         task = -1 if saved or self._task is None else self._task.fileno()
         with _pipe() as (ours, theirs):
             handles = [theirs.fileno(), *([] if task < 0 else [task])]
-            if task >= 0:
-                os.lseek(task, 0, os.SEEK_SET)  # All processes share one position in it.
             arguments = [str(folder), *map(str, (theirs.fileno(), task, os.getpid()))]
             began = time.perf_counter()
             words = ["-m", "graphwright.tuning.cold_start_main", *arguments]

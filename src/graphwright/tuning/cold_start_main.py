@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..artifacts.loading import load
 from ..artifacts.tuned_module import choice_of
 from ..calls.snapshots import ModuleState, run
@@ -27,11 +25,12 @@ from ..errors import in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
 from ..processes.linux import end_with_parent
+from ..processes.pickled_files import publish_globals, read_pickled
 from ..report.result import Status
 from ..strategies.base import Candidate
 from .cold_start import ARTIFACT, ORDER, StartOrder
 from .trial import status_of
-from .workers.task import Task, publish_globals
+from .workers.task import Task
 
 
 def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
@@ -46,8 +45,7 @@ def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
             origin = choice_of(tuned).origin
             assert origin is not None
             return judged([tuned] * len(origin.samples), origin.samples, origin.candidate)
-        with open(task_handle, "rb") as file:
-            task: Task = torch.load(file, weights_only=False)
+        task: Task = read_pickled(task_handle)
         candidate: Candidate = pickle.loads(order.candidate)
         if candidate.compiles:
             publish_globals()

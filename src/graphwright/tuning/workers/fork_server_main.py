@@ -15,25 +15,24 @@ import contextlib
 import gc
 import importlib
 import json
-import mmap
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import warnings
 from typing import Any
 
 import torch
 
 from ...errors import first_line
 from ...processes.linux import adopt_orphans, end_with_parent, kill_children
+from ...processes.pickled_files import publish_globals, read_pickled
 from ...report.result import Status
 from ..trial import SharedBuild
 from .fork_server import MAX_MESSAGE
 from .leftovers import Baseline
-from .task import Order, Task, publish_globals
+from .task import Order, Task
 
 # What a candidate may have become whose worker can serve another one.
 _HARMLESS = (Status.OK, Status.SLOWER, Status.UNAVAILABLE)
@@ -160,11 +159,8 @@ def serve(channel: socket.socket, task_handle: int, exchange: int) -> None:
         channel.send(json.dumps({"say": what, **more}).encode())
 
     try:
-        with mmap.mmap(task_handle, 0, access=mmap.ACCESS_READ) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The log's last line should be the candidate's.
-            readable: Any = file
-            task: Task = torch.load(readable, weights_only=False)
-            publish_globals()
+        task: Task = read_pickled(task_handle)
+        publish_globals()
         task.settings.apply()
         with task.settings.inference_mode():
             evaluator = task.evaluator()

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import pickle
-import sys
-import tempfile
-import types
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -19,6 +13,7 @@ from ...calls.modules import FunctionModule
 from ...calls.snapshots import ModuleState
 from ...errors import first_line
 from ...evaluation.reference import Sample
+from ...processes.pickled_files import pickling_by_value, write_pickled
 from ...strategies.base import Candidate
 from ...strategies.registry import LOSSY, is_ours, parse_candidates
 from ..trial import CandidateEvaluator
@@ -126,67 +121,12 @@ def write_task(task: Task) -> IO[bytes]:
     Raises:
         IsolationError: the task cannot be pickled or written.
     """
-    import cloudpickle
-
-    file = tempfile.TemporaryFile(prefix="graphwright-")  # noqa: SIM115  # handed out
     try:
-        with pickling_by_value():
-            torch.save(task, file, pickle_module=cloudpickle)
-        file.flush()
-    except BaseException as error:
-        file.close()
-        if isinstance(error, OSError):
-            raise IsolationError(f"a temporary file cannot be written: {error}") from error
-        if isinstance(error, Exception):
-            raise IsolationError(f"it cannot be pickled: {first_line(error, 160)}") from error
-        raise
-    return file
-
-
-@contextlib.contextmanager
-def pickling_by_value() -> Iterator[None]:
-    """Have cloudpickle store definitions, not just names, of modules that cannot be imported."""
-    import cloudpickle
-
-    known = cloudpickle.list_registry_pickle_by_value()
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            ours = getattr(module, "__name__", None) == name and getattr(module, "__file__", None)
-            if not ours or "." in name or name in known or name == "__main__" or _importable(name):
-                continue
-            with contextlib.suppress(ValueError):
-                cloudpickle.register_pickle_by_value(module)
-                stack.callback(cloudpickle.unregister_pickle_by_value, module)
-        yield
-
-
-def _importable(name: str) -> bool:
-    """Whether another process would find a module by its name."""
-    for finder in sys.meta_path:
-        with contextlib.suppress(Exception):
-            if finder.find_spec(name, None) is not None:
-                return True
-    return False
-
-
-def publish_globals() -> None:
-    """Put the globals of functions that were pickled by value into the modules they name.
-
-    Dynamo looks there for what such a function calls. What a module has already stays.
-    """
-    for function in gc.get_objects():
-        if type(function) is not types.FunctionType:
-            continue
-        seen = function.__globals__
-        name = seen.get("__name__")
-        if not isinstance(name, str):
-            continue
-        # A missing module could not be imported either: `pickling_by_value` has checked.
-        module = sys.modules.setdefault(name, types.ModuleType(name))
-        if vars(module) is seen:
-            continue
-        for key, value in seen.items():
-            vars(module).setdefault(key, value)
+        return write_pickled(task)
+    except OSError as error:
+        raise IsolationError(f"a temporary file cannot be written: {error}") from error
+    except Exception as error:
+        raise IsolationError(f"it cannot be pickled: {first_line(error, 160)}") from error
 
 
 def modules_to_import(module: nn.Module) -> list[str]:
