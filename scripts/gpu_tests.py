@@ -24,6 +24,8 @@ from graphwright.report.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+# Seconds after which a test tells where all of its threads are.
+HANGS_S = 150
 # Names the file whose tests are not run again, for the processes of xdist.
 KNOWN = "GRAPHWRIGHT_KNOWN_GPU_TESTS"
 
@@ -57,6 +59,7 @@ class Recorder:
         self.outcomes: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.failures: dict[str, str] = {}
+        self.under_way: set[str] = set()
         self.commit = "unknown"
 
     def pytest_sessionstart(self) -> None:
@@ -64,6 +67,14 @@ class Recorder:
         from bench.common.record import commit
 
         self.commit = commit()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note that a test has begun: one that hangs never reports."""
+        self.under_way.add(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        """Note that a test has ended."""
+        self.under_way.discard(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what came of a test's set-up, call or clean-up."""
@@ -106,11 +117,14 @@ class Recorder:
             "runs": [_of_run(run) for run in runs],
             "outcomes": outcomes,
             "failures": self.failures,
+            "unfinished": sorted(self.under_way),
             "seconds": seconds,
         }
         where.parent.mkdir(parents=True, exist_ok=True)
         where.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {where}: {counts}, first test after {result['first_s']} s", flush=True)
+        for name in sorted(self.under_way):
+            print(f"not finished: {name}", flush=True)
 
 
 def _of_run(result: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +156,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, cut_off)
     # That plugin warns beside xdist, and warnings are errors.
     options = ["-m", "gpu and not slow and not exhaustive", "-q", "-p", "no:benchmark"]
+    options += ["-o", f"faulthandler_timeout={HANGS_S}"]
     if any(option.startswith(("-n", "--numprocesses")) for option in rest):
         options += ["--dist", "worksteal"]
     code = pytest.main([*options, *rest], plugins=[recorder])
