@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # How wide it is drawn, in units of its text, and shown where there is room, in pixels.
 _DRAWN, _SHOWN = 352.0, 484.0
 _BAR, _BETWEEN, _AROUND, _LEGEND = 12.0, 6.0, 52.0, 17.0
-_COLORS = ("chosen", "s1", "plain", "s2")
+_COLORS = ("chosen", "s1", "plain", "s2", "s4", "s5")
 _NAME, _FIGURE = 10.0, 9.0
 # Letters that a line of the legend has room for.
 _LETTERS = 54

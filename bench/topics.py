@@ -36,6 +36,10 @@ from .first_run.masks import to_markdown as masks_to_markdown
 from .first_run.run import to_markdown as first_run_to_markdown
 from .fusion.run import over_inductor, ratio
 from .fusion.run import to_markdown as fusion_to_markdown
+from .generate.run import EAGER as GENERATED_EAGERLY
+from .generate.run import OURS as GENERATED
+from .generate.run import WAYS as WAYS_TO_GENERATE
+from .generate.run import to_markdown as generation_to_markdown
 from .host_arguments.run import to_markdown as host_arguments_to_markdown
 from .objects.run import to_markdown as objects_to_markdown
 from .operators.run import to_markdown as operators_to_markdown
@@ -110,9 +114,10 @@ def over(slow: float | None, quick: float | None) -> float | None:
 
 
 def span(values: Iterable[float], form: Callable[[float], str] = times) -> str:
-    """The least and the most."""
+    """The least and the most; once, where they are the same."""
     found = list(values)
-    return f"{form(min(found))} to {form(max(found))}"
+    least, most = form(min(found)), form(max(found))
+    return least if least == most else f"{least} to {most}"
 
 
 def firsts(rows: Iterable[Row]) -> list[float]:
@@ -188,6 +193,24 @@ def _programs(results: Results) -> Outcome:
         f"SentenceTransformer.encode is {speedup(first):.2f} times as fast as before, in "
         f"{first['accelerated_s']:.0f} s of tuning",
         Bars("How many times as fast encode() is, by the number of texts", "×", [], rows),
+    )
+
+
+def _generation(results: Results) -> Outcome:
+    ways: dict[str, dict[str, float]] = {
+        key: {name: each["ms_a_token"] for name, each in row["ways"].items() if "error" not in each}
+        for key, row in results["generate-h200"]["rows"].items()
+    }
+    faster = [found[GENERATED_EAGERLY] / found[GENERATED] for found in ways.values()]
+    return Outcome(
+        f"with eager's step in a graph, which gives eager's tokens exactly, graph_generate() takes "
+        f"{span([1 / each for each in faster], '{:.0%}'.format)} of eager's time a token",
+        Bars(
+            "Milliseconds a token, by the way to generate",
+            "ms",
+            WAYS_TO_GENERATE,
+            [(key, [found.get(name) for name in WAYS_TO_GENERATE]) for key, found in ways.items()],
+        ),
     )
 
 
@@ -797,6 +820,15 @@ TOPICS = (
         ["engines"],
         {"engines*": _unnamed(engines_to_markdown)},
         _engines,
+    ),
+    Topic(
+        "generation",
+        "Generation",
+        "`generate()` of language models, beside transformers' own ways and graphs captured by "
+        "hand.",
+        ["generate"],
+        {"generate*": _unnamed(generation_to_markdown)},
+        _generation,
     ),
     Topic(
         "cold-start",

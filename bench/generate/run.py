@@ -46,6 +46,7 @@ MS = {"GPT-2 small": 0.45, "Llama 1.1B": 1.15}
 MEMORY, BYTES_A_SECOND = 1.15, 4.31e12
 EAGER, OURS, TUNED = "eager", "graph_generate", "graph_generate, tuned"
 STATIC, RAW, RAW_COMPILED = "static cache and compile", "raw graph", "raw graph, compiled step"
+WAYS = OURS, TUNED, EAGER, STATIC, RAW, RAW_COMPILED
 
 
 def _gpt2(tiny: bool) -> Any:
