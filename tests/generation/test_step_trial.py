@@ -278,6 +278,23 @@ def test_a_hook_after_tuning_ends_the_way_for_other_choices_too(ways: Any) -> No
     assert ways_of_graphs(generator) == {EAGER}
 
 
+def test_transformers_own_static_cache_in_between_changes_nothing(ways: Any) -> None:
+    """It leaves attributes at the model: how long its cache was, what it has compiled."""
+    ways(same)
+    model = gpt2()
+    generator = gw.graph_generate(model)
+    asked = prompts(1) | ASKED
+    generator.tune(**asked)
+    agree(model, generator, asked)
+    captures, before = generator.statistics.captures, set(vars(model))
+    model.generate(**asked, cache_implementation="static")
+    model.get_compiled_call(transformers.CompileConfig())
+    assert set(vars(model)) - before
+    agree(model, generator, asked)
+    assert generator.statistics.captures == captures
+    assert ways_of_graphs(generator) == {INDUCTOR}
+
+
 @pytest.mark.slow
 def test_calls_in_another_bucket_run_by_eager_s_step(ways: Any) -> None:
     ways(same)

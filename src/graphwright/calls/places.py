@@ -46,6 +46,9 @@ MISSING: Any = object()
 _IGNORED = {
     *vars(nn.Module()),
     "_is_hf_initialized",
+    "_compiled_call",
+    "_last_compile_config",
+    "_previous_max_cache_length",
     "_is_accelerate_prepared",
     "_compiled_call_impl",
     "_is_torch_compile",
