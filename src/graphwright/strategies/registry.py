@@ -130,14 +130,14 @@ _USUAL = {
         "torchscript:freeze": (1.15, 0.5),
         "torchscript:optimize": (1.3, 1.0),
         "torchscript:fuser": (1.05, 1.0),
-        "onnxruntime": (1.3, 4.0),
-        "onnxruntime:graph": (1.3, 4.0),
+        "onnxruntime": (1.3, 0.7),
+        "onnxruntime:graph": (1.3, 0.7),
         "aot_autograd": (0.95, 3.0),
         "aot_inductor": (1.3, 25.0),
         "aot_inductor:freeze": (1.4, 27.0),
         "inductor:regional": (1.25, 7.0),
         "inductor": (1.3, 15.0),
-        "inductor:freeze": (1.4, 20.0),
+        "inductor:freeze": (1.4, 16.0),
         "inductor:reduce-overhead": (1.3, 15.0),
         "inductor:max-autotune": (1.4, 120.0),
         "xla": (1.05, 10.0),
@@ -153,9 +153,15 @@ _BESIDE_S = 2.0
 # operations. A fit to searches of 12 models on an H200: (host + 5 ms) / 7.5 ms times as long, but
 # no more than 4 times: with a host of 46 ms, Inductor takes 36 to 39 s.
 _HOST_BASE_S, _USUAL_HOST_S, _MOST_TIMES = 5e-3, 7.5e-3, 4.0
-# On a CPU it is Inductor's set-up that takes longer for a larger model: on two cores 15 s for one
-# of 13 modules, 23 s for one of 120 (bench/results/engines-cpu.json).
-_SECONDS_A_MODULE = 0.07
+# On a CPU these set-ups take longer for a larger model: on two cores Inductor's 15 s for one of 13
+# modules, 23 s for one of 120, ONNX Runtime's 0.7, 3.3 and 10 s for 6, 105 and 166 modules
+# (bench/results/engines-cpu.json, first-run-cpu.json).
+_SECONDS_A_MODULE = {"inductor": 0.07, "onnxruntime": 0.04}
+# A model of middle size.
+_USUAL_MODULES = 100
+# What the first set-up by Inductor on a CPU pays for those that follow: imports, the look at the
+# processor and the C++ compiler, headers. They took 1.4 to 2.1 s after 18 and 20 s.
+FIRST_INDUCTOR_S = 13.0
 # A set-up that usually takes so long is slow: where cores are to spare, nothing waits for it.
 _SLOW_S = 3.0
 
@@ -202,8 +208,9 @@ def usual(
         modules: how many the model has; 0 if that is not known.
     """
     gain, seconds = _USUAL[device.type].get(candidate.compiler.name, (1.0, 1.0))
-    if device.type == "cpu" and isinstance(candidate.compiler, inductor.Inductor):
-        seconds += _SECONDS_A_MODULE * modules
+    if device.type == "cpu":
+        name = "inductor" if is_whole_inductor(candidate) else candidate.compiler.name
+        seconds += _SECONDS_A_MODULE.get(name, 0.0) * modules
     if candidate.runner is not None:
         gain, seconds = max(gain, 1.0) * _USUAL_OF_GRAPHS[0], seconds + _USUAL_OF_GRAPHS[1]
     if candidate.rewrite is not None:
@@ -215,7 +222,7 @@ def usual(
 
 def is_slow(candidate: Candidate, device: torch.device) -> bool:
     """Whether a set-up usually takes so long that others should not wait for it."""
-    return usual(candidate, device)[1] >= _SLOW_S
+    return usual(candidate, device, modules=_USUAL_MODULES)[1] >= _SLOW_S
 
 
 def kernels_of(candidate: Candidate) -> str:

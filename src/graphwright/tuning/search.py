@@ -21,7 +21,13 @@ from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Candidate
 from ..strategies.regional import REGIONAL
-from ..strategies.registry import is_slow, is_whole_inductor, kernels_of, usual
+from ..strategies.registry import (
+    FIRST_INDUCTOR_S,
+    is_slow,
+    is_whole_inductor,
+    kernels_of,
+    usual,
+)
 
 # A prediction may be too low by this factor.
 _HOPE = 1.3
@@ -105,9 +111,20 @@ class Search:
         return [(each, self.cannot_win(each)) for each in rest]
 
     def set_up_s(self, candidate: Candidate) -> float:
-        """Seconds that its set-up usually takes; few if its kernels have been compiled here."""
+        """Seconds that its set-up usually takes; few if its kernels have been compiled here.
+
+        On a CPU most of Inductor's is what the first one has to do for all.
+        """
         seconds = usual(candidate, self.device, self.report.host_s, self.modules)[1]
+        if self.device.type == "cpu" and is_whole_inductor(candidate) and self._knows_inductor():
+            seconds = max(_WARM_S, seconds - FIRST_INDUCTOR_S)
         return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
+
+    def _knows_inductor(self) -> bool:
+        """Whether Inductor has compiled the model here."""
+        rows = [row for row in self.report.rows if row.status in (Status.OK, Status.SLOWER)]
+        known = [self._all[row.strategy] for row in rows if row.strategy in self._all]
+        return any(map(is_whole_inductor, known))
 
     def needs_s(self, candidate: Candidate) -> float:
         """Seconds that it usually takes to set it up, verify and time it."""
