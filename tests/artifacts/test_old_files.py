@@ -161,23 +161,18 @@ def test_it_loads_into_a_model_with_other_weights(kind: str) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("written_here")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changed", [{}, {"max_fusion_size": 63}], ids=["as_saved", "other_options"]
-)
-def test_torch_compile_s_cache_is_taken_or_said_not_to_be(
-    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_torch_compile_s_cache_is_said_not_to_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The file does not say for which vectors its code was written: here it may be others."""
     from torch._dynamo.utils import counters
-    from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     before = counters["inductor"]["fxgraph_cache_miss"]
-    with elsewhere(), config.patch(changed):
+    with elsewhere():
         tuned = load("inductor", model=True)
-    # Another kind of processor compiles again, too.
-    compiled = counters["inductor"]["fxgraph_cache_miss"] > before
-    assert compiled or not changed
-    assert tuned._choice.loaded == ((COMPILED, AGAIN) if compiled else (AGAIN,))
+    assert counters["inductor"]["fxgraph_cache_miss"] > before
+    assert tuned._choice.loaded == (COMPILED, AGAIN)
     answers_right(tuned, "inductor")
 
 

@@ -27,18 +27,11 @@ from ..calls.split import Args, Kwargs, flatten
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .export import Flat, dims_of, exported
-from .inductor import FROZEN, explained
+from .inductor import FROZEN, INSTRUCTIONS, explained
 
 _PACKAGE, _CALL = "package.pt2", "call.json"
 # It is written to by a compilation, and is part of the keys of torch.compile's cache.
 _ITS_OWN: dict[str, Any] = {"aot_inductor.metadata": {}}
-# Instructions, as packages name them, and what tells whether the processor has them.
-_INSTRUCTIONS = {
-    "AVX2": "_is_avx2_supported",
-    "AVX512": "_is_avx512_supported",
-    "AVX512_VNNI": "_is_vnni_supported",
-    "AMX_TILE": "_is_amx_tile_supported",
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,7 @@ def _refuse_other_processor(package: Path) -> None:
                 needed.update(json.loads(archive.read(name)).get("AOTI_CPU_ISA", "").split())
     lacking = [
         name
-        for name, asked in _INSTRUCTIONS.items()
+        for name, asked in INSTRUCTIONS.items()
         if name in needed and not getattr(torch.cpu, asked, lambda: True)()
     ]
     if lacking:

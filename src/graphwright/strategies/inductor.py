@@ -7,6 +7,7 @@ and goes eager without a word after eight of them, which a tuner reaches at once
 from __future__ import annotations
 
 import contextlib
+import json
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,14 @@ from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .expected import laid_out_as
 
-_CACHE = "cache.bin"
+_CACHE, _PROCESSOR = "cache.bin", "processor.json"
+# Instructions, as PyTorch's packages name them, and what tells whether the processor has them.
+INSTRUCTIONS = {
+    "AVX2": "_is_avx2_supported",
+    "AVX512": "_is_avx512_supported",
+    "AVX512_VNNI": "_is_vnni_supported",
+    "AMX_TILE": "_is_amx_tile_supported",
+}
 _NOT_KEPT = "torch.compile keeps no code with frozen weights in its cache"
 
 
@@ -154,8 +162,14 @@ class Inductor:
 
 
 def load_cache(folder: Path) -> None:
-    """Give torch.compile the cache that `save_cache` has written."""
-    torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
+    """Give torch.compile the cache that `save_cache` has written, on such a processor.
+
+    It holds C++ written for vectors of that processor's width, and its keys do not name that:
+    compiled here for longer vectors, the code would write beyond its results.
+    """
+    written = folder / _PROCESSOR
+    if written.exists() and json.loads(written.read_text(encoding="utf-8")) == _vectors():
+        torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
 
 
 def save_cache(folder: Path) -> None:
@@ -167,6 +181,13 @@ def save_cache(folder: Path) -> None:
             remedy="Leave torch._inductor.config.fx_graph_cache on.",
         )
     (folder / _CACHE).write_bytes(found[0])
+    (folder / _PROCESSOR).write_text(json.dumps(_vectors()), encoding="utf-8")
+
+
+def _vectors() -> list[str]:
+    """What Inductor chooses the width of its vectors by. Names of processors do not tell."""
+    known = [name for name, asked in INSTRUCTIONS.items() if getattr(torch.cpu, asked, bool)()]
+    return [torch.backends.cpu.get_cpu_capability(), *known]
 
 
 # The user's module keeps its weights, whatever the user has chosen for code of their own.
