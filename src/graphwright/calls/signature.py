@@ -470,6 +470,11 @@ def inside_transform() -> bool:
     )
 
 
+def in_backward() -> bool:
+    """Whether a backward calls this, as that of a checkpoint: on a GPU in a thread of its own."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def under_hooks_for_saved_tensors() -> bool:
     """Whether hooks for saved tensors are on: autograd passes what it saves to them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

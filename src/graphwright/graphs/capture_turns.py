@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..calls.signature import in_backward
 from ..errors import CaptureError
 
 # How long a capture waits for eager calls: one of them may be waiting for this very thread.
@@ -50,7 +50,7 @@ class Turns:
 
     def calling(self) -> AbstractContextManager[None]:
         """Run an eager call inside the block, after waiting for captures of other threads."""
-        if _backward_id() != -1:
+        if in_backward():
             # In a backward, which a capture may be waiting for in another thread.
             return contextlib.nullcontext()
         return self._calling
@@ -172,7 +172,6 @@ class _Calling:
 
 
 _me = threading.get_ident
-_backward_id = torch._C._current_graph_task_id
 
 
 def _decrement(counts: dict[int, int], me: int) -> None:

@@ -20,6 +20,7 @@ import torch
 from ..calls.holders import Held, everything, holders_of, thaw
 from ..calls.leaves import without_memory
 from ..calls.operations import leaves
+from ..calls.signature import in_backward
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, current_frame, current_place
 from .composition import Parts, inside_part
@@ -131,7 +132,7 @@ class Reads:
 
     def _is_saved(self, tensor: torch.Tensor) -> bool:
         """Whether autograd may have saved a tensor: a backward gets another object of it."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return False
         return tensor.untyped_storage()._cdata in self._storages
 

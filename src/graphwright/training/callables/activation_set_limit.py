@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from ...calls.plurals import counted
+from ...calls.signature import in_backward
 from ...errors import GraphwrightError, MemoryBudgetExceeded
 from ...graphs.memory import MemoryPool, closings_of
 
@@ -56,7 +55,7 @@ class SetLimit:
                 f"make_graphed_callables() activation_sets={count + 1} or more, call backward() "
                 "before, or let go of the outputs that need none.",
             )
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return _IN_BACKWARD
         if self._refused is not None and self._refused[1] in (None, closings_of(self._pool)):
             return self._refused[0]

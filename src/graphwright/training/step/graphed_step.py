@@ -26,7 +26,12 @@ from ...calls.options import (
     refuse,
 )
 from ...calls.plurals import counted
-from ...calls.signature import CallSignature, inside_transform, under_hooks_for_saved_tensors
+from ...calls.signature import (
+    CallSignature,
+    in_backward,
+    inside_transform,
+    under_hooks_for_saved_tensors,
+)
 from ...calls.split import Args, Kwargs, require_grad, tensors_of
 from ...dispatch.decision import CAPTURED, CLOSED, UNCAPTURED, UNDER_HOOKS, UNFITTING, UNPAID
 from ...dispatch.fallback import Fallback, Words
@@ -151,7 +156,7 @@ class GraphedStep(RunsStep):
         self._seen: list[_SeenStep] = []  # most recently seen first
         self._captured: list[CallSignature] = []  # signatures that had a graph
         self._refused: list[_Refused] = []
-        self._closed = False
+        self._closed = self._runs_eagerly = False
         self._builder = StepBuilder(step, optimizers, scaler, follow=scheduler is not None)
         if any(tensor.requires_grad for tensor in tensors_of(sample)):
             raise CaptureError(
@@ -195,6 +200,10 @@ class GraphedStep(RunsStep):
         Raises:
             SignatureError: no graph fits the batch, and on_miss is "error".
         """
+        if self._runs_eagerly and in_backward():
+            # A checkpoint around a step runs it once more, maybe in another thread, for which the
+            # first run waits with the lock.
+            return run_detached(self._step, batch, kwargs)
         # Inference mode would forbid training.
         with self._lock, torch.inference_mode(False):
             result = self._answer(batch, kwargs)
@@ -442,7 +451,11 @@ class GraphedStep(RunsStep):
 
     def _run_eagerly(self, reason: str, args: Args, kwargs: Kwargs) -> Any:
         self._fallback.count(reason)
-        return run_detached(self._step, args, kwargs)
+        before, self._runs_eagerly = self._runs_eagerly, True
+        try:
+            return run_detached(self._step, args, kwargs)
+        finally:
+            self._runs_eagerly = before
 
     # A capture.
 
