@@ -52,7 +52,7 @@ def in_another_thread() -> Iterator[None]:
     device.start()
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        if threading.current_thread() is device:
+        if threading.current_thread() is device or not torch._C._is_multithreading_enabled():
             return plain(*args, **kwargs)
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         grad = torch.is_grad_enabled()

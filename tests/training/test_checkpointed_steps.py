@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -61,11 +62,39 @@ def test_a_step_in_a_checkpoint_does_what_eager_does(
     assert sum(graphed.statistics.eager.values()) == 3  # Those of backwards are parts of these.
 
 
-def test_it_hangs_without_the_protection(monkeypatch: pytest.MonkeyPatch) -> None:
+def graphed_within(device: torch.device) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
+    """A step that is eager, of a model whose graphs are of the step's own pool."""
+    model, optimizer, step = made(device)
+    x, pool = torch.randn(3, 4).to(device), gw.MemoryPool(device=device)
+    model.forward = gw.make_graphed_callables(model, (x,), pool=pool).forward
+    graphed = gw.graph_step(step, (x,), optimizer=optimizer, pool=pool)
+    graphed.close()
+    return graphed, x, [*model.parameters()]
+
+
+def test_graphs_of_the_same_pool_answer_in_an_eager_step(device: torch.device) -> None:
+    mine, x, weights = graphed_within(device)
+    its, _, its_step = made(device)
+    with in_another_thread():
+        for _ in range(3):
+            torch.testing.assert_close(within(60, lambda: mine(x)), its_step(x))
+    for a, b in zip(weights, its.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("made_by", ["checkpoint", "pool"])
+def test_they_hang_without_the_protection(made_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on a GPU: the thread that hangs there is the only one for all its backwards."""
+    cpu = torch.device("cpu")
+    if made_by == "pool":
+        mine, x, _ = graphed_within(cpu)
+    else:
+        x = torch.randn(3, 4)
+        _, optimizer, step = made(cpu)
+        mine = twice(gw.graph_step(step, (x,), optimizer=optimizer))
     monkeypatch.setattr(graphed_step, "in_backward", lambda: False)
-    x = torch.randn(3, 4)
-    _, optimizer, step = made(x.device)
-    mine = twice(gw.graph_step(step, (x,), optimizer=optimizer))
+    monkeypatch.setattr(
+        torch.autograd, "set_multithreading_enabled", lambda _: contextlib.nullcontext()
+    )
     with in_another_thread(), pytest.raises(AssertionError, match="it hangs"):
         within(2, lambda: mine(x))

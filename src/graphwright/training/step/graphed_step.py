@@ -201,8 +201,7 @@ class GraphedStep(RunsStep):
             SignatureError: no graph fits the batch, and on_miss is "error".
         """
         if self._runs_eagerly and in_backward():
-            # A checkpoint around a step runs it once more, maybe in another thread, for which the
-            # first run waits with the lock.
+            # A checkpoint around a step runs it once more; that is a part of its first run.
             return run_detached(self._step, batch, kwargs)
         # Inference mode would forbid training.
         with self._lock, torch.inference_mode(False):
@@ -453,7 +452,10 @@ class GraphedStep(RunsStep):
         self._fallback.count(reason)
         before, self._runs_eagerly = self._runs_eagerly, True
         try:
-            return run_detached(self._step, args, kwargs)
+            # Backwards of a GPU run in another thread by default, and this one has the lock: what
+            # they call could not take it, a checkpoint around this step or a graph of this pool.
+            with torch.autograd.set_multithreading_enabled(False):
+                return run_detached(self._step, args, kwargs)
         finally:
             self._runs_eagerly = before
 
