@@ -62,23 +62,69 @@ def test_a_step_in_a_checkpoint_does_what_eager_does(
     assert sum(graphed.statistics.eager.values()) == 3  # Those of backwards are parts of these.
 
 
-def graphed_within(device: torch.device) -> tuple[Step, torch.Tensor, list[torch.Tensor]]:
-    """A step that is eager, of a model whose graphs are of the step's own pool."""
-    model, optimizer, step = made(device)
+class Around(nn.Module):
+    """Calls a block, maybe in a checkpoint."""
+
+    def __init__(self, block: Any, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.block, self.checkpointed = block, checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.checkpointed:
+            return self.block(x)
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def of_callables(block: nn.Module, x: torch.Tensor, pool: gw.MemoryPool) -> Any:
+    return gw.make_graphed_callables(block, (x,), pool=pool)
+
+
+def of_graph(block: nn.Module, x: torch.Tensor, pool: gw.MemoryPool) -> Any:
+    graphed = gw.graph(block, pool=pool)
+    with torch.no_grad():
+        graphed(x), graphed(x)
+    return graphed
+
+
+def of_buckets(block: nn.Module, x: torch.Tensor, pool: gw.MemoryPool) -> Any:
+    return gw.graph(block, pool=pool, buckets=gw.Buckets(batch=[2, 4]))
+
+
+MAKERS = [of_callables, of_graph, of_buckets]
+
+
+def graphed_within(
+    device: torch.device, make: Any, *, checkpointed: bool
+) -> tuple[Step, torch.Tensor, Any, Step]:
+    """A step that is eager, of a model whose block has graphs of the step's own pool; its twin."""
+    model, _, _ = made(device)
+    its, _, its_step = made(device)
     x, pool = torch.randn(3, 4).to(device), gw.MemoryPool(device=device)
-    model.forward = gw.make_graphed_callables(model, (x,), pool=pool).forward
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    around = Around(make(model, x, pool), checkpointed=checkpointed)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = around(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
     graphed = gw.graph_step(step, (x,), optimizer=optimizer, pool=pool)
     graphed.close()
-    return graphed, x, [*model.parameters()]
+    return graphed, x, zip(model.parameters(), its.parameters(), strict=True), its_step
 
 
-def test_graphs_of_the_same_pool_answer_in_an_eager_step(device: torch.device) -> None:
-    mine, x, weights = graphed_within(device)
-    its, _, its_step = made(device)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("make", MAKERS)
+def test_graphs_of_the_same_pool_answer_in_an_eager_step(
+    make: Any, checkpointed: bool, device: torch.device
+) -> None:
+    mine, x, weights, its_step = graphed_within(device, make, checkpointed=checkpointed)
     with in_another_thread():
         for _ in range(3):
             torch.testing.assert_close(within(60, lambda: mine(x)), its_step(x))
-    for a, b in zip(weights, its.parameters(), strict=True):
+    for a, b in weights:
         torch.testing.assert_close(a, b)
 
 
@@ -87,7 +133,7 @@ def test_they_hang_without_the_protection(made_by: str, monkeypatch: pytest.Monk
     """Not on a GPU: the thread that hangs there is the only one for all its backwards."""
     cpu = torch.device("cpu")
     if made_by == "pool":
-        mine, x, _ = graphed_within(cpu)
+        mine, x, _, _ = graphed_within(cpu, of_callables, checkpointed=False)
     else:
         x = torch.randn(3, 4)
         _, optimizer, step = made(cpu)
