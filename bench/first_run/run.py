@@ -26,6 +26,7 @@ import torch
 from graphwright.report.environment import environment
 from graphwright.report.report import Report
 from graphwright.report.result import Status
+from graphwright.strategies.registry import LOSSY, parse_candidates
 
 from ..common.processes import variables
 from ..common.record import ROOT, SCHEMA, commit, write
@@ -117,7 +118,8 @@ def _cheap(full: Report, first: Report) -> list[str]:
 
 def _compiler(strategy: str) -> str:
     """The compiler of a strategy, without its rewrite, its options and its runner."""
-    return strategy.split("+")[-1 if "+graph" not in strategy else -2].partition(":")[0]
+    (candidate,) = parse_candidates([strategy], LOSSY)
+    return candidate.compiler.name.partition(":")[0]
 
 
 def targets(rows: dict[str, Row]) -> list[Row]:

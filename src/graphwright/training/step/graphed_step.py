@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -156,7 +157,8 @@ class GraphedStep(RunsStep):
         self._seen: list[_SeenStep] = []  # most recently seen first
         self._captured: list[CallSignature] = []  # signatures that had a graph
         self._refused: list[_Refused] = []
-        self._closed = self._runs_eagerly = False
+        self._closed = False
+        self._eager_thread: int | None = None  # the one that is in an eager step
         self._builder = StepBuilder(step, optimizers, scaler, follow=scheduler is not None)
         if any(tensor.requires_grad for tensor in tensors_of(sample)):
             raise CaptureError(
@@ -200,7 +202,7 @@ class GraphedStep(RunsStep):
         Raises:
             SignatureError: no graph fits the batch, and on_miss is "error".
         """
-        if self._runs_eagerly and in_backward():
+        if self._eager_thread == threading.get_ident() and in_backward():
             # A checkpoint around a step runs it once more; that is a part of its first run.
             return run_detached(self._step, batch, kwargs)
         # Inference mode would forbid training.
@@ -450,14 +452,14 @@ class GraphedStep(RunsStep):
 
     def _run_eagerly(self, reason: str, args: Args, kwargs: Kwargs) -> Any:
         self._fallback.count(reason)
-        before, self._runs_eagerly = self._runs_eagerly, True
+        before, self._eager_thread = self._eager_thread, threading.get_ident()
         try:
             # Backwards of a GPU run in another thread by default, and this one has the lock: what
             # they call could not take it, a checkpoint around this step or a graph of this pool.
             with torch.autograd.set_multithreading_enabled(False):
                 return run_detached(self._step, args, kwargs)
         finally:
-            self._runs_eagerly = before
+            self._eager_thread = before
 
     # A capture.
 
