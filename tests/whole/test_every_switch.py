@@ -437,6 +437,7 @@ KNOWN = {
     "serving/instances.py": "divides threads among instances",
     "serving/prepared_model.py": "likewise",
     "serving/repository.py": "likewise",
+    "strategies/inductor.py": "the processor's instructions",
     "strategies/onnxruntime/session.py": "threads and determinism for ONNX Runtime",
     "strategies/rewrites.py": "the rewrite tf32",
     "strategies/xla.py": "turns the fast path of attention off for a trace",
